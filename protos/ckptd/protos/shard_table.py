@@ -1,0 +1,157 @@
+"""Pure operations on `ShardTable`, the columnar form shards take on the wire and at rest.
+
+Owns: cutting a table into parts that fit a default gRPC message, joining them again, its digest, and
+numpy views of its columns. Does not own: what a row means to a planner. Invariant: `concat(split(t))`
+has the same rows and the same digest as `t`; the digest depends on rows alone, never on how the name
+tables are arranged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from ckptd.protos.snapshot_pb2 import ShardTable
+
+PART_ROWS = 8192
+"""Rows a part holds at most; with PART_NAME_BYTES it keeps parts below the 4 MiB of a default gRPC message."""
+PART_NAME_BYTES = 1 << 20
+
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardRow:
+    """One shard: a box of a named tensor. Shapes and offsets in elements, `nbytes` in bytes."""
+
+    name: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    length: tuple[int, ...]
+    scope: int
+    nbytes: int
+    group: int = 0
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offset and length: what makes two rows of one name replicas of each other."""
+        return (self.offset, self.length)
+
+
+def row_count(table: ShardTable) -> int:
+    """Return the number of rows."""
+    return len(table.name)
+
+
+def build(rows: Iterable[ShardRow]) -> ShardTable:
+    """Return the table that holds `rows` in their order."""
+    table = ShardTable()
+    names: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    for row in rows:
+        table.name.append(names.setdefault(row.name, len(names)))
+        table.dtype.append(dtypes.setdefault(row.dtype, len(dtypes)))
+        table.ndim.append(len(row.global_shape))
+        table.global_shape.extend(row.global_shape)
+        table.box_offset.extend(row.offset)
+        table.box_length.extend(row.length)
+        table.scope.append(row.scope)
+        table.nbytes.append(row.nbytes)
+        table.group.append(row.group)
+    table.names.extend(names)
+    table.dtypes.extend(dtypes)
+    return table
+
+
+def iter_rows(table: ShardTable) -> Iterator[ShardRow]:
+    """Yield the rows in order.
+
+    Raises:
+        ValueError: the columns do not fit together (a damaged or hostile message).
+    """
+    check(table)
+    names = list(table.names)
+    dtypes = list(table.dtypes)
+    shapes = list(table.global_shape)
+    offsets = list(table.box_offset)
+    lengths = list(table.box_length)
+    at = 0
+    columns = zip(table.name, table.dtype, table.ndim, table.scope, table.nbytes, table.group, strict=True)
+    for name, dtype, ndim, scope, nbytes, group in columns:
+        end = at + ndim
+        yield ShardRow(
+            name=names[name],
+            dtype=dtypes[dtype],
+            global_shape=tuple(shapes[at:end]),
+            offset=tuple(offsets[at:end]),
+            length=tuple(lengths[at:end]),
+            scope=scope,
+            nbytes=nbytes,
+            group=group,
+        )
+        at = end
+
+
+def check(table: ShardTable) -> None:
+    """Refuse a table whose columns do not fit together.
+
+    Raises:
+        ValueError: says which column.
+    """
+    rows = len(table.name)
+    for column in ("dtype", "ndim", "scope", "nbytes", "group"):
+        if len(getattr(table, column)) != rows:
+            raise ValueError(f"shard table: {rows} rows, but {len(getattr(table, column))} entries in {column}")
+    wide = int(np.sum(np.asarray(table.ndim, dtype=np.uint64))) if rows else 0
+    for column in ("global_shape", "box_offset", "box_length"):
+        if len(getattr(table, column)) != wide:
+            raise ValueError(f"shard table: {wide} entries expected in {column}, {len(getattr(table, column))} found")
+    if rows and max(table.name) >= len(table.names):
+        raise ValueError("shard table: a row refers beyond the name table")
+    if rows and max(table.dtype) >= len(table.dtypes):
+        raise ValueError("shard table: a row refers beyond the dtype table")
+
+
+def digest(table: ShardTable) -> bytes:
+    """Return BLAKE3 (32 bytes) over the rows: equal for equal rows, however the name tables are arranged."""
+    check(table)
+    names = list(table.names)
+    dtypes = list(table.dtypes)
+    hasher = blake3.blake3()
+    text = "\0".join(f"{names[n]}\1{dtypes[d]}" for n, d in zip(table.name, table.dtype, strict=True))
+    hasher.update(len(table.name).to_bytes(8, "little"))
+    hasher.update(text.encode())
+    for column in ("ndim", "global_shape", "box_offset", "box_length", "scope", "nbytes", "group"):
+        values: U64 = np.asarray(getattr(table, column), dtype="<u8")
+        hasher.update(values.tobytes())
+    return hasher.digest()
+
+
+def split(table: ShardTable, *, rows: int = PART_ROWS, name_bytes: int = PART_NAME_BYTES) -> Iterator[ShardTable]:
+    """Yield tables of consecutive rows, each small enough for a default gRPC message; one empty table for no rows."""
+    if not row_count(table):
+        yield ShardTable()
+        return
+    held: list[ShardRow] = []
+    size = 0
+    for row in iter_rows(table):
+        if held and (len(held) >= rows or size >= name_bytes):
+            yield build(held)
+            held, size = [], 0
+        held.append(row)
+        size += len(row.name) + 24 * len(row.global_shape)
+    yield build(held)
+
+
+def concat(parts: Iterable[ShardTable]) -> ShardTable:
+    """Return one table with the rows of `parts` in their order.
+
+    Raises:
+        ValueError: the columns of a part do not fit together.
+    """
+    return build(row for part in parts for row in iter_rows(part))
