@@ -14,6 +14,7 @@ Errors of the store are `ckptd.storage_backends.errors`; `from_storage` turns on
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Self
 
 from ckptd.protos import error_pb2
 from ckptd.protos.error_pb2 import Error, Reason
@@ -62,7 +63,7 @@ class DaemonError(Exception):
         node: str = "",
         object: str = "",  # noqa: A002 - the field's name on the wire
         phase: str = "",
-    ) -> "DaemonError":
+    ) -> Self:
         """Return an error of this class with its own reason, or the one given."""
         return cls(
             make_error(
