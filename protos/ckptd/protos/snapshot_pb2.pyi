@@ -1312,3 +1312,106 @@ class SlotTrailer(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "replica_fingerprints", b"replica_fingerprints", "replica_row", b"replica_row", "tags", b"tags", "versions", b"versions"]) -> None: ...
 
 global___SlotTrailer = SlotTrailer
+
+@typing.final
+class HeldPlan(google.protobuf.message.Message):
+    """What an agent needs besides the slots to finish a snapshot after it restarted. One file per plan and rank, in the shared-memory
+    folder.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    COORDINATE_FIELD_NUMBER: builtins.int
+    ROWS_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
+    WRITER_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    layout_digest: builtins.bytes
+    plan_digest: builtins.bytes
+    @property
+    def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def rows(self) -> global___ShardTable: ...
+    @property
+    def aliases(self) -> global___AliasTable: ...
+    @property
+    def writer(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Row: rank that writes it."""
+
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        coordinate: collections.abc.Iterable[builtins.int] | None = ...,
+        rows: global___ShardTable | None = ...,
+        aliases: global___AliasTable | None = ...,
+        writer: collections.abc.Iterable[builtins.int] | None = ...,
+        layout_digest: builtins.bytes = ...,
+        plan_digest: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["aliases", b"aliases", "rows", b"rows"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "coordinate", b"coordinate", "layout_digest", b"layout_digest", "plan_digest", b"plan_digest", "rank", b"rank", "rows", b"rows", "writer", b"writer"]) -> None: ...
+
+global___HeldPlan = HeldPlan
+
+@typing.final
+class HeldSnapshot(google.protobuf.message.Message):
+    """One file per snapshot, in the shared-memory folder, written before the first rank stages."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    TIMELINE_FIELD_NUMBER: builtins.int
+    MESH_FIELD_NUMBER: builtins.int
+    WORLD_FIELD_NUMBER: builtins.int
+    RANKS_FIELD_NUMBER: builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: builtins.int
+    BASE_FIELD_NUMBER: builtins.int
+    BASE_INDEXES_FIELD_NUMBER: builtins.int
+    ROOT_FIELD_NUMBER: builtins.int
+    JOB_FIELD_NUMBER: builtins.int
+    RUN_ID_FIELD_NUMBER: builtins.int
+    STORE_DRIVER_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    timeline: builtins.str
+    world: builtins.int
+    plan_digest: builtins.bytes
+    root: builtins.str
+    job: builtins.str
+    run_id: builtins.str
+    store_driver: builtins.str
+    @property
+    def mesh(self) -> global___Mesh: ...
+    @property
+    def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Ranks of this node, ascending."""
+
+    @property
+    def base(self) -> global___StepRef:
+        """Absent if none."""
+
+    @property
+    def base_indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___IndexRef]: ...
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        timeline: builtins.str = ...,
+        mesh: global___Mesh | None = ...,
+        world: builtins.int = ...,
+        ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        plan_digest: builtins.bytes = ...,
+        base: global___StepRef | None = ...,
+        base_indexes: collections.abc.Iterable[global___IndexRef] | None = ...,
+        root: builtins.str = ...,
+        job: builtins.str = ...,
+        run_id: builtins.str = ...,
+        store_driver: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["base", b"base", "mesh", b"mesh"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "job", b"job", "mesh", b"mesh", "plan_digest", b"plan_digest", "ranks", b"ranks", "root", b"root", "run_id", b"run_id", "step", b"step", "store_driver", b"store_driver", "timeline", b"timeline", "world", b"world"]) -> None: ...
+
+global___HeldSnapshot = HeldSnapshot
