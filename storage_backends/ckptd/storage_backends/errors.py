@@ -109,7 +109,7 @@ class BucketMissing(StorageError):
 
 
 class Truncated(StorageError):
-    """The store gave fewer bytes than asked for."""
+    """The store gave fewer bytes than asked for; retryable when it is known to have more."""
 
 
 class NoSpace(StorageError):

@@ -191,9 +191,7 @@ class LocalStore(ObjectStore):
                         )
                     except FileExistsError:
                         _sync(chain)
-                        raise AlreadyExists(
-                            "an object of that name is there", key=key, url=self.url
-                        ) from None
+                        raise AlreadyExists("an object of that name is there", key=key, url=self.url) from None
                 _sync(chain)
                 return
         raise Unavailable("the object's folder kept vanishing", key=key, url=self.url)
@@ -214,9 +212,7 @@ class LocalStore(ObjectStore):
             if stat.S_ISDIR(status.st_mode):
                 raise missing
             if not stat.S_ISREG(status.st_mode):
-                raise StorageError(
-                    "not a regular file", key=key, url=self.url, hint="remove it from the root"
-                )
+                raise StorageError("not a regular file", key=key, url=self.url, hint="remove it from the root")
             yield fd, status.st_size
 
     def _read(self, fd: int, view: memoryview, offset: int, key: str) -> None:
@@ -224,9 +220,7 @@ class LocalStore(ObjectStore):
         while done < len(view):
             count = os.preadv(fd, [view[done : done + _READ_BYTES]], offset + done)
             if count == 0:
-                raise Truncated(
-                    f"the file ended after {offset + done} bytes while it was read", key=key, url=self.url
-                )
+                raise Truncated(f"the file ended after {offset + done} bytes while it was read", key=key, url=self.url)
             done += count
 
 

@@ -44,9 +44,7 @@ def translated(key: str | None, url: str, root: Path, *, needed_bytes: int | Non
         raise _condition(error, key, url, root, needed_bytes) from error
 
 
-def _condition(
-    error: OSError, key: str | None, url: str, root: Path, needed_bytes: int | None
-) -> StorageError:
+def _condition(error: OSError, key: str | None, url: str, root: Path, needed_bytes: int | None) -> StorageError:
     number = error.errno
     text = error.strerror or str(error)
     if number in _FULL:
@@ -80,9 +78,7 @@ def _condition(
     if number in _TOO_MANY_FILES:
         return Unavailable(text, key=key, url=url, hint="raise the limit of open files (ulimit -n)")
     if number in _NO_HARD_LINKS:
-        return StorageError(
-            text, key=key, url=url, hint="the root must be one file system that has hard links"
-        )
+        return StorageError(text, key=key, url=url, hint="the root must be one file system that has hard links")
     return StorageError(text, key=key, url=url)
 
 

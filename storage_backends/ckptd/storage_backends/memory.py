@@ -32,9 +32,7 @@ class MemoryStore(ObjectStore):
 
     def __init__(self, name: str = "private", *, put_if_absent: bool = True) -> None:
         self.url = f"memory://{name}"
-        self.capabilities = Capabilities(
-            put_if_absent=put_if_absent, remote=False, max_put_bytes=None, concurrency=4
-        )
+        self.capabilities = Capabilities(put_if_absent=put_if_absent, remote=False, max_put_bytes=None, concurrency=4)
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
@@ -84,9 +82,7 @@ class MemoryStore(ObjectStore):
         checked_prefix(prefix)
         with self._lock:
             found = [
-                ObjectInfo(key=key, size=len(data))
-                for key, data in self._objects.items()
-                if key.startswith(prefix)
+                ObjectInfo(key=key, size=len(data)) for key, data in self._objects.items() if key.startswith(prefix)
             ]
         return iter(sorted(found, key=lambda info: info.key))
 
