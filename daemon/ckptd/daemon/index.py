@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import blake3
+from google.protobuf.message import DecodeError
 
 from ckptd.protos.snapshot_pb2 import IndexHeader, RankSection, SectionEntry
 from ckptd.storage_backends.base import ObjectStore
@@ -83,7 +84,7 @@ def parse_header(data: bytes | memoryview, *, where: str = "index") -> IndexHead
     header = IndexHeader()
     try:
         header.ParseFromString(bytes(view[FRAME_BYTES : FRAME_BYTES + length]))
-    except Exception:  # noqa: BLE001, RUF100 - protobuf's DecodeError has other names in other versions
+    except DecodeError:
         raise corrupt(where, "its header is not protobuf") from None
     check_header(header, FRAME_BYTES + length, where)
     return header
@@ -109,7 +110,7 @@ def parse_section(
     section = RankSection()
     try:
         section.ParseFromString(bytes(data))
-    except Exception:  # noqa: BLE001, RUF100 - see parse_header
+    except DecodeError:
         raise corrupt(what, "it is not protobuf") from None
     if section.rank != entry.rank:
         raise corrupt(what, f"it says rank {section.rank}")

@@ -7,6 +7,8 @@ offset and length in a section is inside its table or its stream, so that later 
 
 from __future__ import annotations
 
+import numpy as np
+
 from ckptd.protos import shard_table
 from ckptd.protos.snapshot_pb2 import IndexHeader, RankSection
 
@@ -99,6 +101,7 @@ def check_section(section: RankSection, header: IndexHeader, what: str) -> None:
     for name, offset, length in zip(section.object_names, section.object_offset, section.object_length, strict=True):
         if length and offset + length > stream:
             raise corrupt(what, f"object {name!r} ends at byte {offset + length} of a stream of {stream}")
+    _check_disjoint(section, what)
     if len(set(section.object_names)) != objects:
         raise corrupt(what, "two objects have one name")
     if any(at >= size for at, size in zip(section.coordinate, header.mesh.sizes, strict=True)):
@@ -123,3 +126,18 @@ def _check_chunks(section: RankSection, header: IndexHeader, sources: list[StepI
         raise corrupt(what, f"it refers to chunks of {foreign[0]}, but names no base")
     if any(source > StepId.of(header.base) for source in foreign):
         raise corrupt(what, "it refers to chunks of a step that is newer than its base")
+
+
+def _check_disjoint(section: RankSection, what: str) -> None:
+    """Refuse two rows or objects that claim the same bytes of the stream: one of them would be restored wrong."""
+    own = np.asarray(section.writer, dtype=np.int64) == section.rank
+    starts = np.concatenate(
+        [np.asarray(section.stream_offset, dtype=np.uint64)[own], np.asarray(section.object_offset, dtype=np.uint64)]
+    )
+    lengths = np.concatenate(
+        [np.asarray(section.shards.nbytes, dtype=np.uint64)[own], np.asarray(section.object_length, dtype=np.uint64)]
+    )
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    order = np.argsort(starts)
+    if (starts[order][:-1] + lengths[order][:-1] > starts[order][1:]).any():
+        raise corrupt(what, "two of its rows or objects share bytes of the stream")
