@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from ckptd.protos import error_pb2
 from ckptd.protos.error_pb2 import Error, Reason
-from ckptd.protos.snapshot_pb2 import Claim, Committed, Decision, IndexHeader, IndexRef, RankSection, StepRef, Totals
+from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexHeader, IndexRef, RankSection, StepRef, Totals
 
 from .errors import DaemonError, make_error
 from .index import ChunkRef, chunk_refs
@@ -47,14 +47,14 @@ class Whole:
         totals: Sums, information only.
         state_digest: BLAKE3 (hex) over what was saved, see docs/format.md.
         base: The step whose chunks it refers to, or None. Must still be listed when the decision is written (R4).
-        head: Header of the index that holds rank 0: metrics, tags and versions are taken from it.
+        header: Of the index that holds rank 0: metrics, tags and versions are taken from it.
     """
 
     indexes: list[IndexRef]
     totals: Totals
     state_digest: str
     base: StepRef | None
-    head: IndexHeader
+    header: IndexHeader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,30 +111,28 @@ def whole(
     return first
 
 
-def committed(claim: Claim, step: int, found: Whole, *, posthumous: bool, created_at: str) -> Decision:
-    """Return the decision that commits a whole step of the claim's timeline.
+def committed(*, claim: Claim, whole: Whole, created_at: str, posthumous: bool = False) -> Committed:
+    """Return the commit of a whole step.
 
     Args:
-        claim: The claim `found` was checked against.
-        step: The step.
-        found: The answer of `whole`.
-        posthumous: Whether a resolver commits it, after the run has ended.
+        claim: The claim it was checked against.
+        whole: The answer of `whole`.
         created_at: RFC 3339, UTC; information only.
+        posthumous: Whether a resolver commits it, after the run has ended.
     """
-    outcome = Committed(
-        indexes=found.indexes,
+    return Committed(
+        indexes=whole.indexes,
         world=claim.world,
         mesh=claim.mesh,
-        totals=found.totals,
-        state_digest=found.state_digest,
-        metrics=dict(found.head.metrics),
-        tags=dict(found.head.tags),
-        base=found.base,
+        totals=whole.totals,
+        state_digest=whole.state_digest,
+        metrics=dict(whole.header.metrics),
+        tags=dict(whole.header.tags),
+        base=whole.base,
         posthumous=posthumous,
         created_at=created_at,
-        versions=dict(found.head.versions),
+        versions=dict(whole.header.versions),
     )
-    return Decision(step=step, timeline=claim.timeline, committed=outcome)
 
 
 def _whole_set(claim: Claim, step: int, chosen: Sequence[LoadedIndex], base_chunks: Collection[str] | None) -> Whole:
@@ -166,7 +164,7 @@ def _whole_set(claim: Claim, step: int, chosen: Sequence[LoadedIndex], base_chun
         totals=totals,
         state_digest=_state_digest(layouts, fingerprints, sections),
         base=head.base if head.HasField("base") else None,
-        head=head,
+        header=head,
     )
 
 

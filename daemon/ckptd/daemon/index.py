@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import blake3
 from google.protobuf.message import DecodeError
 
-from ckptd.protos.snapshot_pb2 import IndexHeader, RankSection, SectionEntry
+from ckptd.protos.snapshot_pb2 import IndexHeader, IndexRef, RankSection, SectionEntry
 from ckptd.storage_backends.base import ObjectStore
 
 from .errors import CorruptError
 from .index_checks import DIGEST_ALGORITHM, DIGEST_BYTES, FINGERPRINT_ALGORITHM, check_header, check_section
-from .keys import IndexKey, StepId, chunk_key
+from .keys import IndexKey, StepId, chunk_key, parse_key
 from .record_checks import FORMAT_VERSION, corrupt
 
 MAGIC = b"CKPTDIX1"
@@ -136,6 +136,43 @@ def parse_index(data: bytes | memoryview, *, where: str = "index") -> tuple[Inde
     return header, sections
 
 
+def check_ref(ref: IndexRef, data: bytes | None) -> bytes:
+    """Return the bytes of an index after comparing them with how it is named.
+
+    Args:
+        ref: As a decision or a listing names it; `bytes` 0 is unknown.
+        data: What lies under its key; None where there is nothing.
+
+    Raises:
+        CorruptError: it is gone, or has another length or digest.
+    """
+    if data is None:
+        raise CorruptError.of(f"index {ref.key} is gone", node=ref.node, object=ref.key)
+    if ref.bytes not in {0, len(data)}:
+        text = f"index {ref.key} has {len(data)} bytes, it was listed with {ref.bytes}"
+        raise CorruptError.of(text, node=ref.node, object=ref.key)
+    if blake3.blake3(data).hexdigest() != ref.blake3:
+        text = f"index {ref.key} does not have the digest in its name"
+        raise CorruptError.of(text, node=ref.node, object=ref.key)
+    return data
+
+
+def load_index(ref: IndexRef, data: bytes | None) -> tuple[IndexRef, IndexHeader, dict[int, RankSection]]:
+    """Return a checked index with its reference, whose `bytes` are filled in.
+
+    Raises:
+        CorruptError: see `check_ref`.
+        FormatError: the bytes break the format, or belong under another name.
+    """
+    whole = check_ref(ref, data)
+    header, sections = parse_index(whole, where=ref.key)
+    key = parse_key(ref.key)
+    if not isinstance(key, IndexKey) or (key.node, key.digest) != (ref.node, ref.blake3):
+        raise corrupt(ref.key, "it is not named as an index")
+    _check_place(header, key)
+    return IndexRef(node=ref.node, key=ref.key, blake3=ref.blake3, bytes=len(whole)), header, sections
+
+
 def read_index(store: ObjectStore, key: IndexKey) -> tuple[IndexHeader, dict[int, RankSection]]:
     """Read a whole index and check it against its name.
 
@@ -144,11 +181,8 @@ def read_index(store: ObjectStore, key: IndexKey) -> tuple[IndexHeader, dict[int
         FormatError: they do, but break the format.
         StorageError: NotFound and the other conditions of the store.
     """
-    data = store.get(str(key))
-    if blake3.blake3(data).hexdigest() != key.digest:
-        raise CorruptError.of(f"{key}: the bytes do not have the digest in its name", object=str(key))
-    header, sections = parse_index(data, where=str(key))
-    _check_place(header, key)
+    ref = IndexRef(node=key.node, key=str(key), blake3=key.digest)
+    _, header, sections = load_index(ref, store.get(str(key)))
     return header, sections
 
 

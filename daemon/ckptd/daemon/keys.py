@@ -39,7 +39,7 @@ _START = re.compile(rf"log/{_TIMELINE}\.start\.json")
 _DECISION = re.compile(rf"log/{_TIMELINE}\.{_STEP}\.json")
 _INDEX = re.compile(rf"index/{_STEP}\.{_TIMELINE}/(?P<node>[A-Za-z0-9_-]{{1,64}})\.{_DIGEST}\.pb")
 _CHUNK = re.compile(rf"chunks/(?P<folder>[0-9a-f]{{2}})/{_DIGEST}\.{_STEP}\.{_TIMELINE}")
-_PIN = re.compile(r"pins/(?P<name>[A-Za-z0-9_.-]{1,128})")
+_PIN = re.compile(rf"pins/{_STEP}\.{_TIMELINE}(?:\.(?P<name>[A-Za-z0-9_-]{{1,64}}))?")
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -186,12 +186,13 @@ class ChunkKey:
 
 @dataclass(frozen=True, slots=True)
 class PinKey:
-    """A pin somebody asked for."""
+    """A pin somebody asked for: the step stays from the next record on. `name` may be empty."""
 
-    name: str
+    id: StepId
+    name: str = ""
 
     def __str__(self) -> str:
-        return f"pins/{self.name}"
+        return f"pins/{self.id}{'.' if self.name else ''}{self.name}"
 
 
 RecordKey: TypeAlias = StartKey | DecisionKey
@@ -264,7 +265,7 @@ def parse_key(key: str) -> Key | None:
         if key.startswith(LOG_PREFIX):
             return _parse_log_key(key)
         match = _PIN.fullmatch(key)
-        return PinKey(match["name"]) if match else None
+        return PinKey(_step_id(match), match["name"] or "") if match else None
     except ValueError:
         return None
 

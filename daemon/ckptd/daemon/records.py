@@ -1,7 +1,7 @@
 """The JSON objects of a root: job.json, claims and records; written, read and checked.
 
 Owns: protobuf's JSON mapping of them and their digests. Does not own: the rules they are checked by
-(`record_checks`), which record is the newest, or what follows from it (`history`). Invariant: what `dump_*` wrote
+(`record_checks`), which record is the newest, or what follows from it (`history`). Invariant: what `to_bytes` made
 passes `parse_*`, and nothing that fails a check is returned; unknown fields are ignored, unknown features and newer
 formats are refused.
 """
@@ -14,10 +14,27 @@ from typing import TypeVar
 import blake3
 from google.protobuf import json_format
 
-from ckptd.protos.snapshot_pb2 import Claim, Decision, Job, Record
+from ckptd.protos.snapshot_pb2 import Claim, Committed, Decision, Job, Record, StepRef
 
+from .errors import CorruptError
 from .keys import JOB, ClaimKey, DecisionKey, RecordKey, StartKey, StepId, parse_key, parse_record_key
 from .record_checks import FORMAT_VERSION, check_claim, check_record, check_version, corrupt, parsed_timeline
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MAX_RECORD_BYTES",
+    "committed_of",
+    "decision_of",
+    "decisions_of",
+    "digest_hex",
+    "is_abort",
+    "job_bytes",
+    "parse_claim",
+    "parse_job",
+    "parse_record",
+    "record_key",
+    "to_bytes",
+]
 
 MAX_RECORD_BYTES = 64 << 20
 """Larger JSON objects are refused before they are parsed; 64 MiB list some 200,000 steps."""
@@ -30,34 +47,34 @@ def digest_hex(data: bytes | bytearray | memoryview) -> str:
     return blake3.blake3(data).hexdigest()
 
 
-def dump_job(job: Job) -> bytes:
-    """Return the bytes to store as job.json.
+def to_bytes(message: Job | Claim | Record) -> bytes:
+    """Return the bytes to store under the object's key, which follows from its content.
 
     Raises:
         FormatError: a reader would refuse it.
     """
-    _check_job(job)
-    return _dump(job)
+    if isinstance(message, Job):
+        _check_job(message)
+    elif isinstance(message, Claim):
+        check_claim(message, ClaimKey(parsed_timeline(message.timeline, "claim")))
+    else:
+        check_record(message, record_key(message))
+    mapping = json_format.MessageToDict(message, preserving_proto_field_name=True)
+    return (json.dumps(mapping, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
-def dump_claim(claim: Claim) -> bytes:
-    """Return the bytes to store under the claim's key.
+def job_bytes(name: str, *, created_at: str, version: str) -> bytes:
+    """Return job.json of a new root.
+
+    Args:
+        name: The user's name of the job.
+        created_at: RFC 3339, UTC; information only.
+        version: Of ckptd; information only.
 
     Raises:
-        FormatError: a reader would refuse it.
+        FormatError: the name is empty.
     """
-    check_claim(claim, ClaimKey(parsed_timeline(claim.timeline, "claim")))
-    return _dump(claim)
-
-
-def dump_record(record: Record) -> bytes:
-    """Return the bytes to store under the record's key (`record_key`).
-
-    Raises:
-        FormatError: a reader would refuse it.
-    """
-    check_record(record, record_key(record))
-    return _dump(record)
+    return to_bytes(Job(format_version=FORMAT_VERSION, job=name, created_at=created_at, ckptd_version=version))
 
 
 def record_key(record: Record) -> RecordKey:
@@ -122,6 +139,35 @@ def decision_of(record: Record, step: StepId) -> Decision | None:
     return None
 
 
+def committed_of(ref: StepRef, data: bytes | None, *, in_own: bool = False) -> Committed:
+    """Return the commit of a listed step from the record that holds it.
+
+    Args:
+        ref: The entry, as the newest record lists it.
+        data: Bytes under `ref.record_key`; None where there is no such object.
+        in_own: The entry stands in that very record, so it can carry no digest of it.
+
+    Raises:
+        CorruptError: the record is gone, or its bytes do not have the digest they are listed with.
+        FormatError: it holds no commit of this step, or breaks the format.
+    """
+    step = StepId.of(ref)
+    if data is None:
+        raise CorruptError.of(
+            f"step {step.step}: its record {ref.record_key} is gone", step=step.step, object=ref.record_key
+        )
+    if not (in_own and ref.record_blake3 == "") and digest_hex(data) != ref.record_blake3:
+        raise CorruptError.of(
+            f"step {step.step}: {ref.record_key} does not have the digest it is listed with",
+            step=step.step,
+            object=ref.record_key,
+        )
+    decision = decision_of(parse_record(data, ref.record_key), step)
+    if decision is None or decision.WhichOneof("outcome") != "committed":
+        raise corrupt(ref.record_key, f"it does not commit {step}")
+    return decision.committed
+
+
 def is_abort(record: Record) -> bool:
     """Whether this is an abort marker: stored like a decision, but no record of history."""
     return record.WhichOneof("kind") == "decision" and record.decision.WhichOneof("outcome") == "aborted"
@@ -131,11 +177,6 @@ def _check_job(job: Job) -> None:
     check_version(job.format_version, job.required_features, JOB)
     if not job.job:
         raise corrupt(JOB, "the job has no name")
-
-
-def _dump(message: Job | Claim | Record) -> bytes:
-    mapping = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    return (json.dumps(mapping, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
 
 
 def _parse(data: bytes, kind: type[M], where: str) -> M:
