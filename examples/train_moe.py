@@ -81,7 +81,7 @@ def run(flags: Flags) -> None:
             digest.append_line(flags.digests.with_name(f"{flags.digests.name}.{place.rank}"), line)
 
     ckpt: Any = None
-    handle: Any = None
+    handles: list[Any] = []
     start = 0
     if flags.ckpt:
         from ckptd.client import Checkpointer  # noqa: PLC0415 - training without it needs none of it
@@ -105,19 +105,32 @@ def run(flags: Flags) -> None:
         if place.rank == 0:
             print(f"step {step} loss {loss.hex()}", flush=True)
         if flags.saves_at(step):
-            handle = ckpt.save(step, metrics={"loss": loss})
+            if not flags.saves_after(step):
+                settle(handles, "durable")  # the last save must not be skipped because slots are busy
+            handles = [h for h in handles if not h.done()] + [ckpt.save(step, metrics={"loss": loss})]
         if flags.digests_at(step):
             tell(step, loss, "step")
         if flags.saves_at(step) and flags.wait != "none":
-            handle.wait(flags.wait)
+            settle(handles[-1:], flags.wait)
         if (left := flags.step_s - (time.monotonic() - begun)) > 0:
             threading.Event().wait(left)
 
-    if handle is not None:
-        handle.wait("durable")
+    if handles:
+        handles[-1].wait("durable")  # raises when the last one is lost: a run must not end well without it
     if ckpt is not None:
         ckpt.close()
     finish(flags, place, digests(), {"start": start, "losses": losses})
+
+
+def settle(handles: list[Any], level: str) -> None:
+    """Wait for snapshots; training goes on without those that were lost, and says so. `Fenced` is for the caller."""
+    from ckptd.client import Aborted, OutcomeUnknown, Unavailable  # noqa: PLC0415 - as in run()
+
+    for handle in handles:
+        try:
+            handle.wait(level)
+        except (Aborted, OutcomeUnknown, Unavailable) as lost:
+            print(f"lost step={handle.step} {type(lost).__name__}: {lost}", flush=True)
 
 
 def finish(flags: Flags, place: Place, digests: dict[str, str], story: dict[str, Any]) -> None:

@@ -57,6 +57,10 @@ class Flags:
         """Whether the end of `step` is saved."""
         return self.ckpt and self.save_every > 0 and step % self.save_every == 0
 
+    def saves_after(self, step: int) -> bool:
+        """Whether a later step of this run will be saved."""
+        return step + self.save_every <= self.steps
+
     def digests_at(self, step: int) -> bool:
         """Whether the state at the end of `step` is digested: each saved step, unless told otherwise."""
         every = self.digest_every or self.save_every
