@@ -113,18 +113,21 @@ class SharedFile:
         os.close(fd)
         return None
 
-    def touch(self, stop: threading.Event) -> None:
-        """Bring every page into memory without changing a byte, until done or `stop` is set."""
-        for at in range(0, self.nbytes, _TOUCH_BYTES):
-            if stop.is_set():
+    def touch(self, stop: threading.Event | None = None, *, begin: int = 0, end: int | None = None) -> None:
+        """Bring pages into memory without changing a byte, until done or `stop` is set; `begin` is rounded down."""
+        end = self.nbytes if end is None else end
+        for at in range(begin // PAGE_BYTES * PAGE_BYTES, end, _TOUCH_BYTES):
+            if stop is not None and stop.is_set():
                 return
-            length = min(_TOUCH_BYTES, self.nbytes - at)
+            length = min(_TOUCH_BYTES, end - at)
             try:
                 self._map.madvise(_MADV_POPULATE_WRITE, at, length)
-            except OSError:
-                # Linux before 5.14. This reads and writes back: no trainer may hold the file yet.
-                pages = np.frombuffer(self._map, dtype=np.uint8, count=length, offset=at)[::PAGE_BYTES]
-                np.bitwise_or(pages, 0, out=pages)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    return
+                # Linux before 5.14. Reading is enough, for the pages are reserved; writing back what was read could
+                # undo what somebody else wrote meanwhile.
+                np.frombuffer(self._map, dtype=np.uint8, count=length, offset=at)[::PAGE_BYTES].max()
 
     def close(self) -> None:
         """Give up lock and mapping, and leave the file; idempotent. Views handed out keep the mapping alive."""
