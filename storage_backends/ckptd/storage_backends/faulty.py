@@ -55,6 +55,15 @@ class FaultKind(StrEnum):
     """A list gives what the last list of that prefix gave (nothing, the first time)."""
 
 
+# Kinds that one method alone can show: calls of others are neither counted nor recorded.
+_SPOILS = {
+    FaultKind.PUT_LOST: Op.PUT,
+    FaultKind.TRUNCATED: Op.GET,
+    FaultKind.CORRUPTED: Op.GET,
+    FaultKind.STALE_LIST: Op.LIST,
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
     """When something goes wrong, and what.
@@ -229,7 +238,8 @@ class FaultyStore(ObjectStore):
         with self._lock:
             for script in self._scripts:
                 fault = script.fault
-                if fault.op not in {None, op} or not key.startswith(fault.prefix):
+                fits = fault.op in {None, op} and _SPOILS.get(fault.kind, op) is op
+                if not fits or not key.startswith(fault.prefix):
                     continue
                 script.calls += 1
                 is_spent = fault.times is not None and script.struck >= fault.times

@@ -246,6 +246,7 @@ def _s3_arguments(options: Mapping[str, str]) -> dict[str, Any]:
             "read_timeout": 120,
             "max_pool_connections": 32,
             "s3": {"addressing_style": "path"} if settings.endpoint else {},
+            "http_session_cls": _session_without_repeats(),
             # Newer defaults add a checksum trailer that many S3 servers do not know.
             "request_checksum_calculation": "when_required",
             "response_checksum_validation": "when_required",
@@ -256,3 +257,22 @@ def _s3_arguments(options: Mapping[str, str]) -> dict[str, Any]:
     if settings.ca_bundle is not None:
         arguments["client_kwargs"]["verify"] = settings.ca_bundle
     return {**{name: value for name, value in options.items() if name != "region"}, **arguments}
+
+
+def _session_without_repeats() -> type[Any]:
+    """Make the HTTP session class that sends each request once.
+
+    aiohttp sends a PUT once more by itself when its connection broke: the second then meets the
+    first one's object, and our own bytes would be reported as somebody else's.
+    """
+    from aiobotocore.httpsession import (  # type: ignore[import-untyped] # noqa: PLC0415 - only for S3
+        AIOHTTPSession,
+    )
+
+    class OnceSession(AIOHTTPSession):  # type: ignore[misc]
+        async def _get_session(self, proxy_url: str | None) -> Any:
+            session = await super()._get_session(proxy_url)
+            session._retry_connection = False  # noqa: SLF001 - aiohttp has no public switch
+            return session
+
+    return OnceSession

@@ -84,7 +84,7 @@ def _condition(error: Exception, key: str | None, url: str, *, creating: bool) -
         return NotFound("no such object", key=key, url=url)
     if isinstance(error, FileExistsError):
         return AlreadyExists("an object of that name is there", key=key, url=url)
-    if isinstance(error, NotImplementedError):
+    if isinstance(error, NotImplementedError) or (isinstance(error, ValueError) and "read only" in text.lower()):
         return PermissionDenied(text or "not supported", key=key, url=url, hint="the protocol cannot do that")
     if isinstance(error, TimeoutError | ConnectionError):
         return OutcomeUnknown(text, key=key, url=url) if creating else Unavailable(text, key=key, url=url)

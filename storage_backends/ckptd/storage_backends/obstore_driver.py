@@ -21,7 +21,7 @@ import obstore.exceptions
 import obstore.store
 
 from .base import Buffer, Capabilities, ObjectInfo, ObjectStore, PutMode, checked_key, checked_prefix, flat
-from .errors import InvalidKey, InvalidUrl, NotFound, PermissionDenied, StorageError, Truncated
+from .errors import InvalidKey, InvalidUrl, NotFound, PermissionDenied, StorageError, Truncated, is_retryable
 from .http_conditions import Answer, condition
 from .s3_settings import S3Credentials, s3_settings
 
@@ -144,8 +144,10 @@ class ObstoreStore(ObjectStore):
         ]
         # All must have ended before we return, or one would write into a buffer given back.
         wait(pieces)
-        for piece in pieces:
-            piece.result()
+        failures = [failure for piece in pieces if (failure := piece.exception()) is not None]
+        if failures:
+            # A permanent failure says more than a passing one of its neighbour.
+            raise min(failures, key=is_retryable)
 
     def head(self, key: str) -> ObjectInfo:
         """Ask for the size."""

@@ -100,7 +100,7 @@ def _fsspec(scheme: str, url: str, rest: str, options: dict[str, str]) -> Object
 
     known = sorted({*_OWN_SCHEMES, *available_protocols()})
     if scheme not in known:
-        near = difflib.get_close_matches(scheme, known, n=1)
+        near = difflib.get_close_matches(scheme, known, n=1, cutoff=0.5)
         raise InvalidUrl(
             f"unknown scheme {scheme + '://'!r}",
             hint=f"did you mean {near[0]}://?" if near else "use file://, s3://, gs://, az:// or memory://",

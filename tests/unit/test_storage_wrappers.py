@@ -1,0 +1,269 @@
+"""The throttled and the faulty store, and the probe that finds bad stores out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ckptd.storage_backends.base import PutMode
+from ckptd.storage_backends.conformance import CHECKS
+from ckptd.storage_backends.errors import (
+    NotFound,
+    OutcomeUnknown,
+    PermissionDenied,
+    StorageError,
+    Truncated,
+    Unavailable,
+)
+from ckptd.storage_backends.faulty import Fault, FaultKind, FaultyStore, Op
+from ckptd.storage_backends.memory import MemoryStore
+from ckptd.storage_backends.probe import probe
+from ckptd.storage_backends.throttled import ThrottledStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ckptd.storage_backends.base import Buffer, ObjectStore
+
+
+class ManualTime:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_wrappers_keep_the_contract(check: Callable[[ObjectStore], None]) -> None:
+    """A fast throttle over a store without faults passes every check."""
+    check(ThrottledStore(FaultyStore(MemoryStore()), bytes_per_s=1e12, requests_per_s=1e9))
+
+
+def test_throttled_keeps_the_byte_rate() -> None:
+    """Put and got bytes take size / rate, one after another."""
+    time = ManualTime()
+    store = ThrottledStore(MemoryStore(), bytes_per_s=1000, clock=time.clock, sleep=time.sleep)
+    store.put("a", bytes(500))
+    assert time.now == 1000.5
+    store.put("b", bytes(2000))
+    assert time.now == 1002.5
+    store.get_into("b", memoryview(bytearray(1000)))
+    assert time.now == 1003.5
+    store.get("a")
+    store.put("c", b"")
+    assert time.now == 1004.0
+
+
+def test_throttled_keeps_the_request_rate() -> None:
+    """Requests of every kind are spread to the rate; idle time is not saved up."""
+    time = ManualTime()
+    store = ThrottledStore(MemoryStore(), requests_per_s=10, clock=time.clock, sleep=time.sleep)
+    store.put("a", b"x")
+    store.get("a")
+    store.head("a")
+    list(store.list())
+    store.delete("a")
+    assert time.now == pytest.approx(1000.5)
+    time.now += 100
+    for _ in range(5):
+        list(store.list())
+    assert time.now == pytest.approx(1101.0)
+
+
+@pytest.mark.parametrize("rates", [{"bytes_per_s": 0}, {"requests_per_s": -1}])
+def test_throttled_refuses_rates_that_never_end(rates: dict[str, Any]) -> None:
+    """A rate of nothing would hang for ever and is refused."""
+    with pytest.raises(ValueError, match="more than 0"):
+        ThrottledStore(MemoryStore(), **rates)
+
+
+def test_faulty_strikes_the_nth_matching_call() -> None:
+    """A fault counts only calls of its op and prefix, strikes from nth on, for times calls."""
+    fault = Fault(kind=FaultKind.ERROR, op=Op.PUT, prefix="log/", nth=2, times=2)
+    store = FaultyStore(MemoryStore(), fault)
+    store.put("chunks/1", b"")
+    store.put("log/1", b"")
+    for number in (2, 3):
+        with pytest.raises(Unavailable):
+            store.put(f"log/{number}", b"")
+    store.put("log/4", b"")
+    assert [info.key for info in store.list()] == ["chunks/1", "log/1", "log/4"]
+    assert [(fired.key, fired.call, fired.fault) for fired in store.fired] == [
+        ("log/2", 2, fault),
+        ("log/3", 3, fault),
+    ]
+
+
+def test_faulty_answers_lost_after_the_deed() -> None:
+    """ANSWER_LOST writes first, and is OutcomeUnknown for CREATE only."""
+    store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.ANSWER_LOST, times=None))
+    with pytest.raises(OutcomeUnknown):
+        store.put("a", b"x")
+    with pytest.raises(Unavailable):
+        store.put("b", b"y", mode=PutMode.OVERWRITE)
+    assert [info.key for info in store.inner.list()] == ["a", "b"]
+    with pytest.raises(Unavailable):
+        store.delete("a")
+    assert [info.key for info in store.inner.list()] == ["b"]
+
+
+def test_faulty_puts_are_lost_silently() -> None:
+    """PUT_LOST answers as if written."""
+    store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.PUT_LOST))
+    store.put("a", b"x")
+    with pytest.raises(NotFound):
+        store.get("a")
+    assert len(store.fired) == 1
+
+
+@pytest.mark.parametrize("times", [1, None])
+def test_faulty_reads_are_wrong_by_one_bit_once_or_always(times: int | None) -> None:
+    """CORRUPTED flips exactly one bit of what is read, the object itself stays whole; seeds replay."""
+    data = bytes(1000)
+    flips = []
+    for _ in range(2):
+        store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.CORRUPTED, op=Op.GET, times=times), seed=3)
+        store.put("a", data)
+        got = [store.get("a")]
+        buffer = bytearray(1000)
+        store.get_into("a", memoryview(buffer))
+        got.append(bytes(buffer))
+        flips.append([sum(byte.bit_count() for byte in one) for one in got])
+        assert store.inner.get("a") == data
+    assert flips[0] == flips[1] == [1, 1 if times is None else 0]
+
+
+def test_faulty_reads_are_cut() -> None:
+    """TRUNCATED gives half the bytes, or Truncated where a whole buffer was asked for."""
+    store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.TRUNCATED, op=Op.GET, times=2))
+    store.put("a", b"123456")
+    assert store.get("a") == b"123"
+    with pytest.raises(Truncated):
+        store.get_into("a", memoryview(bytearray(6)))
+    assert store.get("a") == b"123456"
+
+
+def test_faulty_lists_are_stale() -> None:
+    """STALE_LIST repeats the last listing of that prefix."""
+    store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.STALE_LIST, nth=2))
+    store.put("a", b"x")
+    assert [info.key for info in store.list()] == ["a"]
+    store.put("b", b"x")
+    assert [info.key for info in store.list()] == ["a"]
+    assert [info.key for info in store.list()] == ["a", "b"]
+
+
+def test_faulty_delays_and_own_errors_and_clear() -> None:
+    """DELAY goes on after sleeping, ERROR raises what the script says, and clear ends it all."""
+    slept: list[float] = []
+    store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.DELAY, delay_s=2.5, times=None), sleep=slept.append)
+    store.put("a", b"x")
+    assert slept == [2.5]
+    store.add(Fault(kind=FaultKind.ERROR, times=None, error=lambda *_: PermissionDenied("no")))
+    with pytest.raises(PermissionDenied):
+        store.get("a")
+    store.clear()
+    assert store.get("a") == b"x"
+    assert slept == [2.5, 2.5]
+
+
+def test_faults_strike_only_calls_they_can_spoil() -> None:
+    """A fault of reading, listing or putting neither counts nor records calls of another kind."""
+    store = FaultyStore(
+        MemoryStore(),
+        Fault(kind=FaultKind.CORRUPTED),
+        Fault(kind=FaultKind.STALE_LIST),
+        Fault(kind=FaultKind.PUT_LOST, nth=2),
+    )
+    store.put("a", b"x")
+    store.head("a")
+    assert not store.fired
+    assert store.get("a") != b"x"
+    assert list(store.list()) == []
+    store.put("b", b"x")
+    assert [fired.op for fired in store.fired] == [Op.GET, Op.LIST, Op.PUT]
+
+
+def test_faulty_probabilities_replay() -> None:
+    """The same seed strikes the same calls; another seed others."""
+
+    def struck(seed: int) -> list[int]:
+        fault = Fault(kind=FaultKind.ERROR, op=Op.LIST, times=None, probability=0.3)
+        store = FaultyStore(MemoryStore(), fault, seed=seed)
+        for _ in range(200):
+            try:
+                store.list()
+            except Unavailable:
+                continue
+        return [fired.call for fired in store.fired]
+
+    assert struck(1) == struck(1) != struck(2)
+    assert 30 <= len(struck(1)) <= 90
+
+
+class StaleGets(MemoryStore):
+    """Gives the first bytes ever put under a key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: dict[str, bytes] = {}
+
+    def put(self, key: str, data: Buffer, *, mode: PutMode = PutMode.CREATE) -> None:
+        super().put(key, data, mode=mode)
+        self.first.setdefault(key, bytes(data))
+
+    def get(self, key: str) -> bytes:
+        super().get(key)
+        return self.first[key]
+
+
+class LateDeletes(MemoryStore):
+    """Answers deletes and does nothing."""
+
+    def delete(self, key: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("store", "complaint"),
+    [
+        (StaleGets(), "GET gives what was overwritten"),
+        (LateDeletes(), "LIST shows what was deleted"),
+        (FaultyStore(MemoryStore(), Fault(kind=FaultKind.STALE_LIST, times=None)), "LIST does not show"),
+        (FaultyStore(MemoryStore(), Fault(kind=FaultKind.STALE_LIST, nth=2)), "LIST shows what was deleted"),
+        (FaultyStore(MemoryStore(), Fault(kind=FaultKind.CORRUPTED)), "GET does not give what was put"),
+    ],
+)
+def test_the_probe_refuses_stores_that_are_not_consistent(store: ObjectStore, complaint: str) -> None:
+    """A store whose GET or LIST shows the past is refused, saying which."""
+    with pytest.raises(StorageError, match=complaint):
+        probe(store)
+
+
+def test_the_probe_passes_on_what_a_request_raises_and_tidies_up() -> None:
+    """Errors of the store pass through the probe, and its key is gone afterwards."""
+    denied = Fault(kind=FaultKind.ERROR, op=Op.LIST, error=lambda *_: PermissionDenied("no"))
+    store = FaultyStore(MemoryStore(), denied)
+    with pytest.raises(PermissionDenied):
+        probe(store)
+    assert list(store.list()) == []
+
+
+def test_the_probe_corrects_a_false_claim_of_put_if_absent() -> None:
+    """A store that says it has put-if-absent and overwrites all the same is used as one without."""
+
+    class Careless(MemoryStore):
+        def put(self, key: str, data: Buffer, *, mode: PutMode = PutMode.CREATE) -> None:
+            super().put(key, data, mode=PutMode.OVERWRITE)
+
+    store = Careless()
+    assert store.capabilities.put_if_absent
+    probe(store)
+    assert not store.capabilities.put_if_absent
