@@ -1,0 +1,414 @@
+"""The agent of one node: the registry of its jobs, runs, sessions and coordinators.
+
+Owns: the node's identity, opening stores, adopting what a dead agent left, who leads, when an idle agent ends. Does not own: the
+RPCs (`agent_service`), a job's slots (`held`), a run's link (`run_link`). All state lives on one asyncio loop; blocking work
+goes to threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import secrets
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ckptd.daemon.config import AgentConfig
+from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.held import HeldJob, Snapshot, job_digest, wire_error
+from ckptd.daemon.run_link import RunLink
+from ckptd.daemon.runner import CoordinatorRunner
+from ckptd.daemon.session import Session
+from ckptd.daemon.shared_files import prepare_folder
+from ckptd.daemon.supervisor import ProcessWatch
+from ckptd.daemon.telemetry import EventLog
+from ckptd.daemon.uploader import Uploader
+from ckptd.protos import error_pb2
+from ckptd.protos.agent_pb2 import AttachRequest, Event, LeadRequest
+from ckptd.protos.snapshot_pb2 import HeldSnapshot
+from ckptd.storage_backends.base import ObjectStore
+from ckptd.storage_backends.errors import StorageError
+from ckptd.storage_backends.probe import probe
+from ckptd.storage_backends.retrying import RetryPolicy
+from ckptd.storage_backends.urls import Driver, open_store
+
+MAX_JOB_NAME = 128
+
+
+class Agent:
+    """One agent process. Make it and use it on the event loop."""
+
+    def __init__(self, config: AgentConfig, log: EventLog) -> None:
+        self.config = config
+        self.log = log
+        for folder in (config.run_dir, config.data_dir, config.shm_dir):
+            prepare_folder(folder)
+        self.node = _node_id(config.data_dir)
+        self.incarnation = secrets.token_hex(8)
+        self.threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="ckptd")
+        self.jobs: dict[str, HeldJob] = {}
+        self.runs: dict[str, RunLink] = {}
+        self.sessions: dict[str, Session] = {}
+        self.coordinators: dict[str, CoordinatorRunner] = {}
+        self.probe_token = secrets.token_bytes(16)
+        self.probe_path = config.shm_dir / f"probe-{self.node}"
+        self.probe_path.touch(mode=0o600)
+        self.probe_path.write_bytes(self.probe_token)
+        self._opening: dict[str, asyncio.Lock] = {}
+        self._idle_since = asyncio.get_running_loop().time()
+
+    # ------------------------------------------------------------ jobs
+
+    async def adopt(self) -> None:
+        """Finish what an agent before this one left staged in shared memory."""
+        roots: dict[tuple[str, str], str] = {}
+        for path in sorted(self.config.shm_dir.glob("*.snapshot.*.pb")):
+            try:
+                about = HeldSnapshot.FromString(path.read_bytes())
+            except (OSError, ValueError):
+                path.unlink(missing_ok=True)
+                continue
+            roots[(about.root, about.job)] = about.store_driver
+        for (root, job), driver in roots.items():
+            try:
+                await self.job(root, job, driver)
+            except DaemonError as failure:
+                self.log.emit("not_adopted", job=job, node=self.node, error=str(failure))
+
+    async def job(self, root: str, job: str, driver: str) -> HeldJob:
+        """Return the node's part of a job, opening and probing its store at first.
+
+        Raises:
+            DaemonError: the root cannot be used, is not allowed here, or the job's name is bad.
+        """
+        check_job_name(job)
+        self._check_root(root)
+        digest = job_digest(root, job)
+        async with self._opening.setdefault(digest, asyncio.Lock()):
+            known = self.jobs.get(digest)
+            if known is not None:
+                return known
+            loop = asyncio.get_running_loop()
+            store = await loop.run_in_executor(self.threads, self._open, root, driver or "auto")
+            held = HeldJob(
+                root=root,
+                job=job,
+                node=self.node,
+                store=store,
+                shm_dir=self.config.shm_dir,
+                threads=self.threads,
+                log=self.log,
+                uploader=Uploader(
+                    store,
+                    events=self.log,
+                    hash_threads=self.config.hash_threads,
+                    put_threads=self.config.put_concurrency or None,
+                    verify_puts=self.config.verify_puts,
+                ),
+                on_change=self._on_change,
+            )
+            self.jobs[digest] = held
+            held.adopt()
+            return held
+
+    def _open(self, root: str, driver: str) -> ObjectStore:
+        try:
+            store = open_store(
+                root,
+                driver=checked_driver(driver),
+                retry=RetryPolicy(deadline=dt.timedelta(seconds=self.config.store_deadline_s)),
+            )
+            probe(store)
+        except (StorageError, ValueError) as failure:
+            error = wire_error(failure, phase="register", node=self.node)
+            error.object = root
+            raise DaemonError(error) from failure
+        return store
+
+    def _check_root(self, root: str) -> None:
+        allowed = self.config.roots
+        if allowed and not any(root == one or root.startswith(one.rstrip("/") + "/") for one in allowed):
+            raise DaemonError.of(
+                f"root {root} is not among the roots this agent serves: {', '.join(allowed)}",
+                reason=error_pb2.REASON_NOT_ALLOWED,
+                hint="add it to `roots` in the agent's configuration",
+                object=root,
+                phase="register",
+            )
+
+    def _on_change(self, snapshot: Snapshot) -> None:
+        """An upload has ended: every run of the job hears of it (a newer run may adopt it)."""
+        about = snapshot.about
+        for link in self.runs.values():
+            if (link.about.root, link.about.job) == (about.root, about.job):
+                link.changed(snapshot)
+
+    # ------------------------------------------------------------ runs
+
+    async def lead(self, request: LeadRequest) -> str:
+        """Play the coordinator of a run; returns its endpoint. Idempotent per run.
+
+        Raises:
+            DaemonError: the root cannot be used, or no port can be had.
+        """
+        held = await self.job(request.root, request.job, request.options.store_driver)
+        known = self.coordinators.get(request.run_id)
+        if known is not None:
+            return known.endpoint
+        runner = CoordinatorRunner(
+            request,
+            held.store,
+            threads=self.threads,
+            log=self.log,
+            versions={"ckptd": importlib.metadata.version("ckptd")},
+            on_claimed=self._claimed,
+            on_closed=self._coordinator_closed,
+            node_grace_s=self.config.node_grace_s,
+        )
+        self.coordinators[request.run_id] = runner
+        try:
+            await self._bind(runner, request.run_id)
+        except BaseException:
+            del self.coordinators[request.run_id]
+            raise
+        return runner.endpoint
+
+    async def _bind(self, runner: CoordinatorRunner, run_id: str) -> None:
+        """Listen where the run's coordinator listened before, if this agent was restarted: the others look for it there."""
+        host = self.config.listen
+        advertise = self.config.advertise or host
+        path = self.config.run_dir / f"run-{secrets_free(run_id)}.port"
+        before = _read_port(path)
+        for port in dict.fromkeys((before, self.config.port, 0)):
+            if port is None:
+                continue
+            try:
+                await runner.start(listen_host=host, advertise_host=advertise, port=port)
+            except DaemonError:
+                if port == 0 or (port == self.config.port and before is None and not self.coordinators):
+                    raise
+                continue
+            break
+        path.write_text(str(runner.port))
+
+    def _claimed(self, runner: CoordinatorRunner) -> None:
+        """A newer run of a job has its claim: older coordinators of it here have nothing left to do."""
+        for other in list(self.coordinators.values()):
+            same = (other.lead.root, other.lead.job) == (runner.lead.root, runner.lead.job)
+            if same and other is not runner:
+                other.supersede()
+
+    def _coordinator_closed(self, runner: CoordinatorRunner) -> None:
+        self.coordinators.pop(runner.lead.run_id, None)
+        asyncio.get_running_loop().create_task(_stopped(runner))
+
+    async def attach(self, request: AttachRequest) -> Session:
+        """Open a rank's session.
+
+        Raises:
+            DaemonError: the root cannot be used, or the request makes no sense.
+        """
+        check_attach(request)
+        held = await self.job(request.root, request.job, request.options.store_driver)
+        link = self.runs.get(request.run_id)
+        if link is None:
+            link = RunLink(
+                request,
+                node=self.node,
+                incarnation=self.incarnation,
+                held=held,
+                log=self.log,
+                on_closed=self._run_closed,
+            )
+            self.runs[request.run_id] = link
+        session = Session(token=secrets.token_hex(16), about=request)
+        session.tell(Event(attached=Event.Attached(session=session.token)))
+        self.sessions[session.token] = session
+        link.attach(session)
+        session.watch = ProcessWatch(request.pid, lambda: self._lost(session, f"its process {request.pid} ended"))
+        return session
+
+    def stream_ended(self, session: Session) -> None:
+        """A rank's stream broke: it is dead when its process is, or when it does not come back in time."""
+        if not session.attached:
+            return
+        if session.watch is not None and session.watch.seen:
+            session.loss = asyncio.get_running_loop().call_later(
+                self.config.reattach_s, self._lost, session, "its connection broke and did not come back"
+            )
+        else:
+            self._lost(session, "its connection broke")
+
+    def detach(self, session: Session) -> None:
+        """A rank ends in order."""
+        self._gone(session, clean=True, why="detached")
+
+    def _lost(self, session: Session, why: str) -> None:
+        self._gone(session, clean=False, why=why)
+
+    def _gone(self, session: Session, *, clean: bool, why: str) -> None:
+        link = self.runs.get(session.about.run_id)
+        if link is not None:
+            link.gone(session, clean=clean, why=why)
+        self.sessions.pop(session.token, None)
+
+    def _run_closed(self, link: RunLink) -> None:
+        if self.runs.get(link.about.run_id) is link:
+            del self.runs[link.about.run_id]
+        for session in link.ranks.values():
+            self.sessions.pop(session.token, None)
+
+    def session(self, token: str) -> tuple[Session, RunLink]:
+        """Return a living session with its run.
+
+        Raises:
+            DaemonError: there is no such session (the agent was restarted, or the rank was given up).
+        """
+        session = self.sessions.get(token)
+        link = self.runs.get(session.about.run_id) if session is not None else None
+        if session is None or link is None:
+            raise DaemonError.of(
+                "the session is unknown to this agent: it was restarted, or gave the rank up",
+                reason=error_pb2.REASON_UNAVAILABLE,
+                hint="attach again",
+            )
+        return session, link
+
+    # ------------------------------------------------------------ end
+
+    def is_idle(self) -> bool:
+        """Whether no rank is attached, nothing is uploaded and no coordinator works."""
+        return not self.sessions and not self.coordinators and not any(job.is_uploading for job in self.jobs.values())
+
+    def idle_for(self) -> float:
+        """Seconds since the agent had something to do."""
+        now = asyncio.get_running_loop().time()
+        if not self.is_idle():
+            self._idle_since = now
+        return now - self._idle_since
+
+    async def drain(self, seconds: float) -> bool:
+        """Wait for running uploads; True when none is left."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while any(job.is_uploading for job in self.jobs.values()):
+            if asyncio.get_running_loop().time() >= deadline:
+                return False
+            await asyncio.sleep(0.05)
+        return True
+
+    async def close(self, *, forget: bool) -> None:
+        """End everything; `forget` also deletes the slots (an embedded agent that was idle)."""
+        for link in list(self.runs.values()):
+            link.close()
+        for runner in list(self.coordinators.values()):
+            await runner.stop()
+        for job in self.jobs.values():
+            if forget:
+                job.forget()
+            job.close()
+        self.probe_path.unlink(missing_ok=True)
+
+
+async def _stopped(runner: CoordinatorRunner) -> None:
+    await runner.stop()
+
+
+def checked_driver(driver: str) -> Driver:
+    """Return a store driver's name.
+
+    Raises:
+        ValueError: it is none.
+    """
+    names: dict[str, Driver] = {"auto": "auto", "obstore": "obstore", "fsspec": "fsspec"}
+    if driver in names:
+        return names[driver]
+    raise ValueError(f"store driver {driver!r} is not one of auto, obstore, fsspec")
+
+
+def check_job_name(job: str) -> None:
+    """Refuse a job name that cannot be shown or compared safely.
+
+    Raises:
+        DaemonError: INVALID_ARGUMENT with the allowed set.
+    """
+    if not job or len(job) > MAX_JOB_NAME or job in {".", ".."} or not job.isprintable() or job != job.strip():
+        raise DaemonError.of(
+            f"job name {job!r} is not usable",
+            reason=error_pb2.REASON_INVALID_ARGUMENT,
+            hint=f"1 to {MAX_JOB_NAME} printable characters, no blanks at either end, not '.' or '..'",
+            phase="register",
+        )
+
+
+def check_attach(request: AttachRequest) -> None:
+    """Refuse an attach that contradicts itself.
+
+    Raises:
+        DaemonError: INVALID_ARGUMENT.
+    """
+    size = 1
+    for axis in request.mesh.sizes:
+        size *= axis
+    wrong = ""
+    if not request.run_id or not request.endpoint:
+        wrong = "run_id and endpoint must be set"
+    elif request.world < 1 or request.rank >= request.world:
+        wrong = f"rank {request.rank} is not in a world of {request.world}"
+    elif request.mesh.sizes and size != request.world:
+        wrong = (
+            f"mesh {dict(zip(request.mesh.axes, request.mesh.sizes, strict=False))} does not have {request.world} ranks"
+        )
+    elif len(request.coordinate) != len(request.mesh.sizes):
+        wrong = f"coordinate {list(request.coordinate)} does not fit the mesh {list(request.mesh.sizes)}"
+    if wrong:
+        raise DaemonError.of(wrong, reason=error_pb2.REASON_INVALID_ARGUMENT, rank=request.rank, phase="register")
+
+
+def secrets_free(run_id: str) -> str:
+    """Return a name for a run that may stand in a file name."""
+    return "".join(one for one in run_id if one.isalnum())[:64]
+
+
+def _read_port(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _node_id(data_dir: Path) -> str:
+    """Return the uuid of the data folder, made at the first start and kept for ever."""
+    path = data_dir / "node-id"
+    try:
+        return str(uuid.UUID(path.read_text().strip()))
+    except FileNotFoundError:
+        pass
+    except ValueError:
+        raise DaemonError.of(
+            f"{path} does not hold a uuid",
+            reason=error_pb2.REASON_INVALID_ARGUMENT,
+            hint="remove the file: the node then gets a new identity",
+            object=str(path),
+        ) from None
+    fresh = path.with_name(f"node-id.{os.getpid()}")
+    made = str(uuid.uuid4())
+    fresh.write_text(made + "\n")
+    try:
+        os.link(fresh, path)
+    except FileExistsError:
+        made = str(uuid.UUID(path.read_text().strip()))
+    finally:
+        fresh.unlink()
+    return made
+
+
+def write_ready_file(agent: Agent, socket: Path) -> None:
+    """Say where the agent listens, for whoever started it: run_dir/agent.json, whole or not at all."""
+    path = agent.config.run_dir / "agent.json"
+    fresh = path.with_suffix(f".{os.getpid()}")
+    fresh.write_text(json.dumps({"pid": os.getpid(), "socket": str(socket), "node": agent.node}) + "\n")
+    fresh.replace(path)

@@ -1,0 +1,237 @@
+"""Restore: one step for all ranks, verified on every node before any target is touched.
+
+Pure. Invariant: the start record is written when every rank's bytes are found and verified, and before any rank is
+told to copy; a step found bad is quarantined and the next older listed one is tried, unless the caller forbade it; when steps
+exist but none is good, the answer is an error, never "nothing there".
+"""
+
+from __future__ import annotations
+
+from ckptd.daemon import history, records
+from ckptd.daemon.coordinator import starting
+from ckptd.daemon.coordinator.effects import Get, Procedure, Wait
+from ckptd.daemon.coordinator.state import Attempt, Phase, RestoreCall, State
+from ckptd.daemon.errors import DaemonError, make_error
+from ckptd.protos import error_pb2
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
+from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import Committed, Quarantined, StepRef
+
+
+def on_restore(state: State, call: NodeMessage.Restore) -> None:
+    """Note that a rank asks to restore."""
+    limit = state.lead.options.restore_timeout_s
+    timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
+    state.restores[call.rank] = RestoreCall(
+        step=call.step if call.HasField("step") else None,
+        raise_on_corrupt=call.raise_on_corrupt,
+        rollback=call.rollback,
+        deadline=state.now + timeout,
+    )
+
+
+def restore_is_due(state: State) -> bool:
+    """Say whether the pending restores can be answered."""
+    if not state.restores or state.phase in (Phase.GATHERING, Phase.STARTING):
+        return False
+    if not state.missing(state.restores) or any(not rank.attached for rank in state.ranks.values()):
+        return True
+    return state.now >= min(call.deadline for call in state.restores.values())
+
+
+def on_ready(state: State, said: NodeMessage.RestoreReady) -> None:
+    """A rank's bytes are found and verified."""
+    if state.attempt is not None and state.attempt.number == said.attempt:
+        state.attempt.ready.add(said.rank)
+
+
+def on_failed(state: State, said: NodeMessage.RestoreFailed) -> None:
+    """A rank's bytes cannot be had, or the rank cannot use this step."""
+    attempt = state.attempt
+    if attempt is not None and attempt.number == said.attempt and attempt.failed is None:
+        attempt.failed = said.error
+
+
+def restore(state: State) -> Procedure:
+    """Answer the pending restores: the same step for all ranks."""
+    error = _refusal(state)
+    calls = dict(state.restores)
+    state.restores.clear()
+    if error is not None:
+        _fail(state, error)
+        return
+    call = next(iter(calls.values()))
+    deadline = min(pending.deadline for pending in calls.values())
+    candidates, error = _candidates(state, call)
+    if error is not None:
+        _fail(state, error)
+        return
+    bad: list[Quarantined] = []
+    for ref in candidates:
+        committed, wrong = yield from _decision(state, ref)
+        if committed is not None:
+            wrong = yield from _attempt(state, ref, committed, bad, deadline)
+            if wrong is None:
+                yield from _finish(state, ref, rollback=call.rollback)
+                return
+        assert wrong is not None
+        if wrong.reason != error_pb2.REASON_CORRUPT or call.raise_on_corrupt or call.step is not None:
+            _fail(state, wrong)
+            return
+        bad.append(Quarantined(step=ref, why=wrong))
+        state.log("quarantined", step=ref.step, of=ref.timeline, error=wrong.message)
+        _quarantine(state, bad[-1])
+    if bad:
+        steps = [entry.step.step for entry in bad]
+        _fail(
+            state,
+            make_error(
+                error_pb2.REASON_CORRUPT,
+                f"no good step is left: {steps} were found bad; the newest: {bad[0].why.message}",
+                hint="see `ckptd verify`; nothing was deleted",
+                step=steps[0],
+                phase="restore",
+            ),
+        )
+        return
+    if state.phase is Phase.RESOLVED and not state.lead.options.read_only:
+        yield from starting.write_start_record(state, origin=None, rollback=False)
+        if state.has_ended:
+            return
+    state.attempts += 1
+    state.log("restore_chosen", step=None)
+    state.broadcast(
+        CoordinatorMessage(restore_chosen=CoordinatorMessage.RestoreChosen(attempt=state.attempts, found=False))
+    )
+
+
+def _attempt(state: State, ref: StepRef, committed: Committed, bad: list[Quarantined], deadline: float) -> Procedure:
+    """Offer a step to all nodes and wait until every rank is ready; the error when it cannot be had."""
+    state.attempts += 1
+    attempt = state.attempt = Attempt(number=state.attempts)
+    chosen = CoordinatorMessage.RestoreChosen(
+        attempt=attempt.number, found=True, step=ref, committed=committed, fell_back_from=bad
+    )
+    state.log("restore_chosen", step=ref.step, of=ref.timeline, attempt=attempt.number)
+    state.broadcast(CoordinatorMessage(restore_chosen=chosen))
+
+    def settled() -> bool:
+        gone = any(not rank.attached for rank in state.ranks.values())
+        return attempt.failed is not None or gone or not state.missing(attempt.ready)
+
+    yield Wait(until=settled, deadline=deadline)
+    if attempt.failed is not None:
+        return attempt.failed
+    missing = state.missing(attempt.ready)
+    if not missing:
+        return None
+    gone = [rank for rank, known in state.ranks.items() if not known.attached]
+    if gone:
+        return make_error(
+            error_pb2.REASON_RANK_FAILED,
+            f"restore of step {ref.step}: ranks {gone} are gone",
+            step=ref.step,
+            ranks=gone,
+            phase="restore",
+        )
+    return make_error(
+        error_pb2.REASON_DEADLINE_EXCEEDED,
+        f"restore of step {ref.step}: ranks {missing} were not ready in time",
+        step=ref.step,
+        ranks=missing,
+        phase="restore",
+    )
+
+
+def _finish(state: State, ref: StepRef, *, rollback: bool) -> Procedure:
+    attempt = state.attempt
+    assert attempt is not None
+    if state.phase is Phase.RESOLVED and not state.lead.options.read_only:
+        yield from starting.write_start_record(state, origin=ref, rollback=rollback)
+        if state.has_ended:
+            return
+    state.log("restore_go", step=ref.step, attempt=attempt.number)
+    state.broadcast(CoordinatorMessage(restore_go=CoordinatorMessage.RestoreGo(attempt=attempt.number)))
+
+
+def _candidates(state: State, call: RestoreCall) -> tuple[list[StepRef], Error | None]:
+    newest_first = list(reversed(state.listed.keeps))
+    if call.step is None:
+        return newest_first, None
+    found = [ref for ref in newest_first if ref.step == call.step]
+    if not found:
+        existing = [ref.step for ref in state.listed.keeps]
+        return [], make_error(
+            error_pb2.REASON_NOT_FOUND,
+            f"there is no step {call.step}; existing steps: {existing or 'none'}",
+            step=call.step,
+            phase="restore",
+        )
+    newer = [ref.step for ref in newest_first if history.order(ref) > history.order(found[0])]
+    if newer and not call.rollback and not state.lead.options.read_only and state.phase is Phase.RESOLVED:
+        return [], make_error(
+            error_pb2.REASON_INVALID_ARGUMENT,
+            f"step {call.step} is older than listed steps {sorted(newer)}; going on from it would drop them",
+            hint="pass rollback=True to drop them, or read_only=True to look only",
+            step=call.step,
+            phase="restore",
+        )
+    return found[:1], None
+
+
+def _decision(state: State, ref: StepRef) -> Procedure:
+    """Return (decision, None), or (None, error) when its record is bad."""
+    known = state.listed.decisions.get((ref.timeline, ref.step))
+    if known is not None:
+        return known, None
+    try:
+        data = yield Get(key=ref.record_key)
+        committed = records.committed_of(ref, data)
+    except DaemonError as wrong:
+        return None, wrong.error
+    except Exception as failure:
+        return None, make_error(
+            error_pb2.REASON_UNAVAILABLE,
+            f"record {ref.record_key} cannot be read: {failure}",
+            step=ref.step,
+            object=ref.record_key,
+            phase="restore",
+        )
+    state.listed.decisions[(ref.timeline, ref.step)] = committed
+    return committed, None
+
+
+def _quarantine(state: State, entry: Quarantined) -> None:
+    state.listed.keeps = [ref for ref in state.listed.keeps if history.order(ref) != history.order(entry.step)]
+    state.listed.quarantined.append(entry)
+    state.adopted = [pair for pair in state.adopted if history.order(pair[0]) != history.order(entry.step)]
+
+
+def _refusal(state: State) -> Error | None:
+    if state.phase is Phase.ENDED:
+        return state.fenced or state.refusal
+    missing = state.missing(state.restores)
+    if missing:
+        return make_error(
+            error_pb2.REASON_RANKS_MISSING,
+            f"ranks {missing} did not call restore in time (ranks {sorted(state.restores)} did)",
+            hint="restore() must be called by every rank",
+            ranks=missing,
+            phase="restore",
+        )
+    asked = {(call.step, call.raise_on_corrupt, call.rollback) for call in state.restores.values()}
+    if len(asked) > 1:
+        return make_error(
+            error_pb2.REASON_RANKS_DISAGREE,
+            f"ranks ask for different restores (step, raise_on_corrupt, rollback): {sorted(map(str, asked))}",
+            ranks=state.restores,
+            phase="restore",
+        )
+    return None
+
+
+def _fail(state: State, error: Error) -> None:
+    state.log("restore_failed", error=error.message)
+    state.broadcast(
+        CoordinatorMessage(restore_error=CoordinatorMessage.RestoreError(attempt=state.attempts, error=error))
+    )

@@ -1,0 +1,395 @@
+"""Steps: begun on all ranks alike, staged, sealed, and decided one at a time in step order (rules R3, R4, R5).
+
+Pure. Invariant: a step is go or skip for all ranks; the decision of a step is written when every earlier step of
+the timeline is decided; nothing is acknowledged before the claims were looked at once more after the write.
+"""
+
+from __future__ import annotations
+
+from ckptd.daemon import history, index, keys, records
+from ckptd.daemon.coordinator.effects import Compute, GetMany, ListKeys, Procedure, ProcedureStopped, Put, Wait
+from ckptd.daemon.coordinator.state import BeginCall, Phase, State, StepRun
+from ckptd.daemon.coverage import NotWhole, Whole, whole
+from ckptd.daemon.errors import DaemonError, PlanError, make_error
+from ckptd.daemon.plan import plan, plan_digest
+from ckptd.protos import error_pb2
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
+from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexRef
+
+STORE_RETRY_S = 1.0
+"""Pause before a record is put again when the store failed for good on it: the same bytes, so repeating is safe."""
+
+
+# ---------------------------------------------------------------- begin
+
+
+def on_begin(state: State, call: NodeMessage.Begin) -> None:
+    """Note that a rank asks to save; `begin_is_due` says when all have. Asked again after a reconnect: answered again."""
+    run = state.steps.get(call.step)
+    if run is not None and run.go is not None:
+        state.send(state.ranks[call.rank].node, run.go)
+        return
+    limit = state.lead.options.begin_timeout_s
+    timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
+    state.begins[call.rank] = BeginCall(
+        step=call.step, layout_digest=bytes(call.layout_digest), deadline=state.now + timeout
+    )
+
+
+def begin_is_due(state: State) -> bool:
+    """Say whether the pending begins can be answered: all ranks asked, or somebody waited too long or cannot come."""
+    if not state.begins:
+        return False
+    if not state.missing(state.begins):
+        return True
+    if any(not rank.attached for rank in state.ranks.values()):
+        return True
+    return state.now >= min(call.deadline for call in state.begins.values())
+
+
+def admit(state: State) -> Procedure:
+    """Answer the pending begins: one answer for all ranks."""
+    error = _refusal(state)
+    if error is not None:
+        _answer_begin(state, error=error)
+        return
+    step = next(iter(state.begins.values())).step
+    deadline = min(call.deadline for call in state.begins.values())
+    if state.phase is Phase.RESOLVED:
+        state.start_wanted = True
+        yield Wait(until=lambda: state.phase in (Phase.RUNNING, Phase.ENDED), deadline=deadline)
+    if state.phase is not Phase.RUNNING:
+        _answer_begin(state, error=state.fenced or state.refusal or _late(state, step))
+        return
+    slots = max(1, state.lead.options.slots)
+    if len(state.steps) >= slots and state.lead.options.wait_when_busy:
+        yield Wait(until=lambda: len(state.steps) < slots or state.phase is Phase.ENDED, deadline=deadline)
+    if len(state.steps) >= slots:
+        _answer_begin(state, skipped=_busy(state, step))
+        return
+    digests = {rank: call.layout_digest for rank, call in state.begins.items()}
+    if state.plan is None or state.plan.digest != plan_digest(digests):
+        for rank, digest in digests.items():
+            if digest not in state.layouts:
+                need = CoordinatorMessage.NeedLayout(rank=rank, digest=digest)
+                state.send(state.ranks[rank].node, CoordinatorMessage(need_layout=need))
+        known = yield Wait(until=lambda: all(digest in state.layouts for digest in digests.values()), deadline=deadline)
+        if not known:
+            unknown = [rank for rank, digest in digests.items() if digest not in state.layouts]
+            message = f"step {step}: the layouts of ranks {unknown} did not arrive in time"
+            _answer_begin(
+                state,
+                error=make_error(error_pb2.REASON_DEADLINE_EXCEEDED, message, step=step, ranks=unknown, phase="begin"),
+            )
+            return
+        layouts = {rank: state.layouts[digest] for rank, digest in digests.items()}
+        try:
+            state.plan = yield Compute(function=plan, arguments=(layouts, digests))
+        except PlanError as wrong:
+            wrong.error.step = step
+            _answer_begin(state, error=wrong.error)
+            return
+        state.layouts = {digest: state.layouts[digest] for digest in digests.values()}
+        state.log("planned", step=step, plan=state.plan.digest.hex())
+    _go(state, step)
+
+
+def _go(state: State, step: int) -> None:
+    assert state.plan is not None
+    base = state.listed.newest()
+    state.steps[step] = StepRun(
+        step=step,
+        plan_digest=state.plan.digest,
+        base=base,
+        begun_at=state.now,
+        deadline=state.now + state.lead.options.commit_timeout_s,
+    )
+    state.last_begun = step
+    indexes: list[IndexRef] = []
+    if base is not None:
+        known = state.listed.decisions.get((base.timeline, base.step))
+        indexes = list(known.indexes) if known is not None else []
+    decision = CoordinatorMessage.BeginDecision(
+        step=step, timeline=str(state.timeline), go=True, plan_digest=state.plan.digest
+    )
+    if base is not None and indexes:
+        decision.base.CopyFrom(base)
+        decision.base_indexes.extend(indexes)
+    else:
+        state.steps[step].base = None
+    state.begins.clear()
+    state.log("begun", step=step)
+    state.steps[step].go = CoordinatorMessage(begin=decision)
+    state.broadcast(CoordinatorMessage(begin=decision))
+
+
+def _refusal(state: State) -> Error | None:
+    steps = sorted({call.step for call in state.begins.values()})
+    step = steps[0]
+    if state.phase is Phase.ENDED:
+        return state.fenced or state.refusal or _late(state, step)
+    if state.lead.options.read_only:
+        return make_error(
+            error_pb2.REASON_NOT_ALLOWED,
+            f"step {step}: this run is read-only",
+            hint="start without read_only=True to save",
+            step=step,
+            phase="begin",
+        )
+    missing = state.missing(state.begins)
+    gone = [rank for rank, known in state.ranks.items() if not known.attached]
+    if missing and gone:
+        return make_error(
+            error_pb2.REASON_RANK_FAILED, f"step {step}: ranks {gone} are gone", step=step, ranks=gone, phase="begin"
+        )
+    if missing:
+        return make_error(
+            error_pb2.REASON_RANKS_MISSING,
+            f"step {step}: ranks {missing} did not call save in time (ranks {sorted(state.begins)} did)",
+            hint="save() must be called by every rank",
+            step=step,
+            ranks=missing,
+            phase="begin",
+        )
+    if len(steps) > 1:
+        by_step = {number: sorted(r for r, call in state.begins.items() if call.step == number) for number in steps}
+        return make_error(
+            error_pb2.REASON_RANKS_DISAGREE,
+            "ranks save different steps: " + ", ".join(f"step {n} on ranks {ranks}" for n, ranks in by_step.items()),
+            ranks=state.begins,
+            phase="begin",
+        )
+    if step <= state.last_begun:
+        return make_error(
+            error_pb2.REASON_INVALID_STEP,
+            f"step {step} was already used: step {state.last_begun} of this run was begun before",
+            hint="steps of one run must ascend, each number once",
+            step=step,
+            phase="begin",
+        )
+    return None
+
+
+def _late(state: State, step: int) -> Error:
+    return make_error(
+        error_pb2.REASON_DEADLINE_EXCEEDED,
+        f"step {step}: the timeline did not start in time ({state.phase.value})",
+        step=step,
+        phase="begin",
+    )
+
+
+def _busy(state: State, step: int) -> Error:
+    return make_error(
+        error_pb2.REASON_BUSY,
+        f"step {step} skipped on all ranks: steps {sorted(state.steps)} are still being uploaded",
+        hint="save less often, add slots, or set wait_when_busy",
+        step=step,
+        phase="begin",
+    )
+
+
+def _answer_begin(state: State, *, error: Error | None = None, skipped: Error | None = None) -> None:
+    steps = {call.step for call in state.begins.values()}
+    state.begins.clear()
+    if skipped is not None:
+        state.last_begun = max(state.last_begun, *steps)
+        state.log("skipped", steps=sorted(steps))
+    for step in steps:
+        answer = CoordinatorMessage.BeginDecision(step=step, timeline=str(state.timeline or ""), go=False)
+        answer.error.CopyFrom(error or skipped or Error())
+        state.broadcast(CoordinatorMessage(begin=answer))
+
+
+# ---------------------------------------------------------------- staged, sealed, failed
+
+
+def on_staged(state: State, said: NodeMessage.Staged) -> None:
+    """A rank's bytes are its agent's."""
+    run = _running(state, said.timeline, said.step)
+    if run is None:
+        return
+    run.staged.add(said.rank)
+    if not run.all_staged and not state.missing(run.staged):
+        run.all_staged = True
+        state.log("staged", step=run.step)
+        state.broadcast(CoordinatorMessage(staged=CoordinatorMessage.AllStaged(timeline=said.timeline, step=said.step)))
+
+
+def on_sealed(state: State, said: NodeMessage.Sealed, node: str) -> None:
+    """A node's index is in the store."""
+    run = _running(state, said.timeline, said.step)
+    if run is not None:
+        run.sealed[node] = said.index
+        state.log("sealed", step=said.step, node=node)
+
+
+def on_failed(state: State, said: NodeMessage.StepFailed) -> None:
+    """A node cannot finish its part: the step is aborted on all ranks."""
+    run = _running(state, said.timeline, said.step)
+    if run is not None and run.failed is None:
+        run.failed = said.error
+
+
+def fail_unstaged(state: State, ranks: list[int], why: Error) -> None:
+    """Ranks are gone: steps they have not staged cannot become whole any more."""
+    for run in state.steps.values():
+        lacking = [rank for rank in ranks if rank not in run.staged]
+        if lacking and run.failed is None:
+            run.failed = Error()
+            run.failed.CopyFrom(why)
+            run.failed.step = run.step
+
+
+def _running(state: State, timeline: str, step: int) -> StepRun | None:
+    return state.steps.get(step) if timeline == str(state.timeline) else None
+
+
+# ---------------------------------------------------------------- decide
+
+
+def decision_is_due(state: State) -> StepRun | None:
+    """Return the oldest undecided step when it can be decided (R4: one at a time, in step order)."""
+    if state.phase is not Phase.RUNNING or not state.steps or state.claim is None:
+        return None
+    run = state.steps[min(state.steps)]
+    if run.failed is not None or all(node.node in run.sealed for node in state.claim.nodes):
+        return run
+    if state.now >= run.deadline:
+        late = [node.node for node in state.claim.nodes if node.node not in run.sealed]
+        ranks = [rank for node in state.claim.nodes if node.node in late for rank in node.ranks]
+        run.failed = make_error(
+            error_pb2.REASON_DEADLINE_EXCEEDED,
+            f"step {run.step}: nodes {late} (ranks {ranks}) did not finish their upload in time",
+            step=run.step,
+            ranks=ranks,
+            node=late[0],
+            phase="staged" if run.all_staged else "stage",
+        )
+        return run
+    return None
+
+
+def decide(state: State, run: StepRun) -> Procedure:
+    """Commit or abort one step, then look at the claims again, then tell (R4, R5)."""
+    assert state.timeline is not None
+    made: Committed | None = None
+    if run.failed is None:
+        made = yield from _proved(state, run)
+    key = keys.decision_key(state.timeline, run.step)
+    if made is not None:
+        pins = yield from put_until_done(state, ListKeys(prefix=keys.PINS_PREFIX))
+        record = history.decision_record(
+            timeline=state.timeline,
+            step=run.step,
+            committed=made,
+            listed=state.listed.keeps,
+            quarantined=state.listed.quarantined,
+            retention=state.lead.options.retention,
+            pins=pins,
+            created_at=state.stamp(),
+        )
+        label = "decision"
+    else:
+        assert run.failed is not None
+        record = history.abort_record(timeline=state.timeline, step=run.step, why=run.failed, created_at=state.stamp())
+        label = "abort"
+    data = records.to_bytes(record)
+    yield from put_until_done(state, Put(key=key, data=data, label=label))
+    state.log("decided", step=run.step, committed=made is not None, error=run.failed.message if run.failed else None)
+    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX))
+    if fenced_by(state, claims):
+        return
+    outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=run.step)
+    if made is not None:
+        state.listed.keeps = history.with_digest(list(record.keeps), key, data)
+        state.listed.decisions[(str(state.timeline), run.step)] = made
+        _forget_decisions(state)
+    else:
+        assert run.failed is not None
+        outcome.aborted.CopyFrom(run.failed)
+    del state.steps[run.step]
+    state.decided[run.step] = run.failed
+    state.log("acknowledged", step=run.step, committed=made is not None)
+    state.broadcast(CoordinatorMessage(outcome=outcome))
+
+
+def _proved(state: State, run: StepRun) -> Procedure:
+    """Read the indexes back and prove the step whole; None, with `run.failed` set, when it is not."""
+    assert state.claim is not None
+    refs = [run.sealed[node.node] for node in state.claim.nodes]
+    try:
+        blobs = yield GetMany(keys=tuple(ref.key for ref in refs))
+        verdict = yield Compute(function=judge, arguments=(state.claim, run.step, refs, blobs))
+        history.require_base_listed(run.step, verdict.base, state.listed.keeps)
+    except DaemonError as refused:
+        run.failed = refused.error
+    except Exception as failure:  # the store: this step cannot be proved whole
+        run.failed = make_error(
+            error_pb2.REASON_STORE_FAILED,
+            f"step {run.step}: its indexes cannot be read back: {failure}",
+            step=run.step,
+            phase="commit",
+        )
+    else:
+        return history.committed(claim=state.claim, whole=verdict, created_at=state.stamp())
+    return None
+
+
+def judge(claim: Claim, step: int, refs: list[IndexRef], blobs: list[bytes | None]) -> Whole:
+    """Parse the nodes' indexes and prove that together they are whole. Pure; runs off the event loop.
+
+    Raises:
+        DaemonError: an index is damaged, or the step is not whole.
+    """
+    loaded = {ref.node: [index.load_index(ref, blob)] for ref, blob in zip(refs, blobs, strict=True)}
+    verdict = whole(claim, step, loaded)
+    if isinstance(verdict, NotWhole):
+        raise DaemonError(verdict.error)
+    return verdict
+
+
+def fenced_by(state: State, log_keys: list[str]) -> bool:
+    """Look at the claims: a higher one ends this coordinator; nothing of it is acknowledged any more (R4)."""
+    assert state.timeline is not None
+    log = history.parse_log(log_keys)
+    if not log.is_fenced(state.timeline):
+        return False
+    end_fenced(state, log)
+    return True
+
+
+def end_fenced(state: State, log: history.LogView) -> Error:
+    """End this coordinator: a newer timeline was claimed. Every node is told."""
+    state.fenced = make_error(
+        error_pb2.REASON_FENCED,
+        f"timeline {state.timeline} was taken over by {log.highest_claim()}",
+        hint="this process belongs to an older run of the job; it must end and not be restarted",
+        phase="commit",
+    )
+    state.phase = Phase.ENDED
+    state.log("fenced", by=str(log.highest_claim()))
+    state.broadcast(CoordinatorMessage(fenced=state.fenced))
+    return state.fenced
+
+
+def put_until_done(state: State, operation: ListKeys | Put) -> Procedure:
+    """Repeat an operation until the store answers.
+
+    A record that may have landed must not be replaced by another one of the same key, and later steps wait for this
+    one (R4), so there is nothing better to do; saves meanwhile are skipped as busy, on all ranks alike.
+    """
+    while True:
+        try:
+            return (yield operation)
+        except Exception as failure:  # whatever the store says: see above
+            if state.phase is Phase.ENDED:
+                raise ProcedureStopped from failure
+            state.log("store_failed", operation=type(operation).__name__, error=str(failure))
+            yield Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + STORE_RETRY_S)
+
+
+def _forget_decisions(state: State) -> None:
+    listed = {(ref.timeline, ref.step) for ref in state.listed.keeps}
+    state.listed.decisions = {key: value for key, value in state.listed.decisions.items() if key in listed}

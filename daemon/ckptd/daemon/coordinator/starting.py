@@ -1,0 +1,294 @@
+"""The start of a timeline: claim first, then resolve, then a start record (rules R1, R2).
+
+Pure. Invariant: history is read only after the claim is written and only once no higher claim was seen; the start
+record is the first thing of the timeline after the claim; nothing is told to anybody before the claims were looked at once
+more after it.
+"""
+
+from __future__ import annotations
+
+from ckptd.daemon import history, keys, records
+from ckptd.daemon.coordinator.effects import Compute, Get, GetMany, ListKeys, Probe, Procedure, Put, Wait
+from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done
+from ckptd.daemon.coordinator.state import Listed, Phase, State
+from ckptd.daemon.errors import DaemonError, make_error
+from ckptd.daemon.keys import Timeline
+from ckptd.daemon.log_view import LogView
+from ckptd.daemon.record_checks import FORMAT_VERSION
+from ckptd.protos import error_pb2
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage
+from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import Claim, ClaimNode, Record, StepRef
+
+ALIVE_GRACE_S = 10.0
+"""How long a start waits for a run that seems alive to die: ranks that torchrun is just ending are alive for a moment."""
+
+
+def start(state: State) -> Procedure:
+    """Take a timeline and read history; ends in RESOLVED, or refused."""
+    state.phase = Phase.STARTING
+    try:
+        refused = yield from _job(state)
+        if refused is None and not state.lead.options.read_only:
+            refused = yield from _claim(state)
+        if refused is None:
+            yield from _resolve(state)
+    except DaemonError as wrong:
+        refused = wrong.error
+    except Exception as failure:  # the store: the run cannot start
+        refused = getattr(failure, "wire_error", None) or make_error(
+            error_pb2.REASON_STORE_FAILED, f"{state.lead.root} cannot be used: {failure}", phase="register"
+        )
+    if refused is not None:
+        refuse(state, refused)
+        return
+    state.phase = Phase.RESOLVED
+    state.log(
+        "resolved",
+        listed=[ref.step for ref in state.listed.keeps],
+        adopted=[ref.step for ref, _ in state.adopted],
+    )
+
+
+def refuse(state: State, error: Error) -> None:
+    """End: the run cannot start."""
+    state.refusal = error
+    state.phase = Phase.ENDED
+    state.log("refused", error=error.message)
+    state.broadcast(CoordinatorMessage(refused=error))
+
+
+def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) -> Procedure:
+    """Write the start record, look at the claims, tell the nodes; ends in RUNNING, or ENDED when fenced (R2)."""
+    assert state.timeline is not None
+    record = history.start_record(
+        timeline=state.timeline,
+        run_id=state.lead.run_id,
+        listed=state.listed.keeps,
+        adopted=state.adopted,
+        origin=origin,
+        rollback=rollback,
+        quarantined=state.listed.quarantined,
+        retention=state.lead.options.retention,
+        pins=(yield from put_until_done(state, ListKeys(prefix=keys.PINS_PREFIX))),
+        created_at=state.stamp(),
+    )
+    key = keys.start_key(state.timeline)
+    data = records.to_bytes(record)
+    yield from put_until_done(state, Put(key=key, data=data, label="start_record"))
+    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX))
+    if fenced_by(state, claims):
+        return
+    state.listed.keeps = history.with_digest(list(record.keeps), key, data)
+    for ref, committed in state.adopted:
+        state.listed.decisions[(ref.timeline, ref.step)] = committed
+        state.log("adopted", step=ref.step, of=ref.timeline)
+    state.adopted = []
+    state.phase = Phase.RUNNING
+    state.log("started", origin=origin.step if origin is not None else None)
+    announce(state)
+
+
+def announce(state: State, node: str | None = None) -> None:
+    """Tell one node, or all, that the timeline runs and what counts of older ones."""
+    message = CoordinatorMessage(
+        started=CoordinatorMessage.Started(timeline=str(state.timeline), keeps=state.listed.keeps)
+    )
+    if node is None:
+        state.broadcast(message)
+    else:
+        state.send(node, message)
+
+
+# ---------------------------------------------------------------- job.json and claim
+
+
+def _job(state: State) -> Procedure:
+    data = yield Get(key=keys.JOB)
+    if data is None:
+        if state.lead.options.read_only:
+            return None
+        made = records.job_bytes(state.lead.job, created_at=state.stamp(), version=state.versions.get("ckptd", ""))
+        yield Put(key=keys.JOB, data=made, label="job")
+        data = yield Get(key=keys.JOB)
+    job = records.parse_job(data)
+    if job.job != state.lead.job:
+        return make_error(
+            error_pb2.REASON_JOB_MISMATCH,
+            f"{state.lead.root} belongs to job {job.job!r}, not to {state.lead.job!r}",
+            hint="one root holds one job: choose another root, or the job's own name",
+            object=keys.JOB,
+            phase="register",
+        )
+    return None
+
+
+def _claim(state: State) -> Procedure:
+    """R1: take a higher number than any there is, in an object of our own, before history is read."""
+    asked = state.lead.options.takeover
+    while True:
+        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX)))
+        highest = log.highest_claim()
+        if highest is not None and not asked:
+            refused = yield from _other_run(state, highest)
+            if refused is not None:
+                return refused
+            asked = True
+        timeline = Timeline(number=log.next_number(), nonce=state.nonce())
+        claim = _claim_of(state, timeline)
+        yield Put(key=keys.claim_key(timeline), data=records.to_bytes(claim), label="claim")
+        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX)))
+        highest = log.highest_claim()
+        if highest is None or highest <= timeline:
+            state.timeline, state.claim = timeline, claim
+            state.log("claimed", number=timeline.number)
+            return None
+
+
+def _other_run(state: State, highest: Timeline) -> Procedure:
+    """Refuse a start beside a run that is visibly alive. A courtesy: safety stays with the claims."""
+    data = yield Get(key=keys.claim_key(highest))
+    if data is None:
+        return None
+    claim = records.parse_claim(data, keys.claim_key(highest))
+    if claim.run_id == state.lead.run_id or not claim.endpoint:
+        return None
+    deadline = state.now + ALIVE_GRACE_S
+    while True:
+        answer = yield Probe(claim=claim)
+        if answer is None or answer[0] != claim.run_id or answer[1] == 0:
+            return None
+        if state.now >= deadline:
+            return make_error(
+                error_pb2.REASON_JOB_ALIVE,
+                f"another run of job {state.lead.job!r} is alive: its coordinator at {claim.endpoint} has {answer[1]} ranks",
+                hint="end it first, or start with takeover=True",
+                phase="register",
+            )
+        yield Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + 0.5)
+
+
+def _claim_of(state: State, timeline: Timeline) -> Claim:
+    by_node: dict[str, list[int]] = {}
+    for rank in sorted(state.ranks):
+        by_node.setdefault(state.ranks[rank].node, []).append(rank)
+    return Claim(
+        format_version=FORMAT_VERSION,
+        timeline=str(timeline),
+        run_id=state.lead.run_id,
+        job=state.lead.job,
+        world=state.world,
+        mesh=state.lead.mesh,
+        nodes=[
+            ClaimNode(node=node, ranks=ranks, hostname=state.nodes[node].hostname)
+            for node, ranks in sorted(by_node.items())
+        ],
+        endpoint=state.endpoint,
+        created_at=state.stamp(),
+        certificate_sha256=state.certificate_sha256,
+    )
+
+
+# ---------------------------------------------------------------- resolve
+
+
+def _resolve(state: State) -> Procedure:
+    """R2: the newest record of older timelines, then whole undecided steps of its timeline, ascending."""
+    while True:
+        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX)))
+        if state.timeline is not None and log.is_fenced(state.timeline):
+            raise DaemonError(end_fenced(state, log))
+        newest, vanished = yield from _newest_record(log, state.timeline)
+        if vanished:
+            continue
+        if newest is None:
+            state.listed, state.adopted = Listed(), []
+            return
+        key, record, data = newest
+        state.listed = Listed(
+            keeps=history.with_digest(list(record.keeps), key, data), quarantined=list(record.quarantined)
+        )
+        if state.lead.options.read_only:
+            return
+        claim_key = keys.claim_key(Timeline.parse(record.timeline))
+        claim_data = yield Get(key=claim_key)
+        if claim_data is None:
+            raise DaemonError.of(
+                f"{claim_key} is gone, but its timeline has records",
+                reason=error_pb2.REASON_CORRUPT,
+                hint="claims are never deleted by ckptd: restore the object",
+                object=claim_key,
+                phase="register",
+            )
+        claim = records.parse_claim(claim_data, claim_key)
+        yield from _posthumous(state, claim, record)
+        again = yield from _adopt(state, claim, record, log)
+        if not again:
+            return
+
+
+def _newest_record(log: LogView, before: Timeline | None) -> Procedure:
+    """Return ((key, record, bytes) | None, vanished). A decision object may be an abort marker: only its content tells."""
+    for key in map(str, log.record_keys(before)):
+        data = yield Get(key=key)
+        if data is None:
+            return None, True
+        record = records.parse_record(data, key)
+        if history.is_record(record):
+            return (key, record, data), False
+    return None, False
+
+
+def _posthumous(state: State, claim: Claim, record: Record) -> Procedure:
+    """Wait, bounded, for uploads of the newest record's timeline that still run on the nodes that have come back."""
+
+    def pending(index_keys: set[tuple[int, str]]) -> list[int]:
+        steps = {step for node in state.nodes.values() for timeline, step in node.held if timeline == record.timeline}
+        return [
+            step
+            for step in sorted(steps)
+            if step > history.step_of(record) and _may_become_whole(state, claim, step, index_keys)
+        ]
+
+    there = history.index_nodes((yield ListKeys(prefix=keys.INDEX_PREFIX)), record.timeline)
+    if pending(there):
+        state.log("waiting_for_uploads", steps=pending(there))
+        yield Wait(until=lambda: not pending(there), deadline=state.now + state.lead.options.posthumous_timeout_s)
+
+
+def _may_become_whole(state: State, claim: Claim, step: int, there: set[tuple[int, str]]) -> bool:
+    """Say whether a step is not yet whole but every node that lacks an index is uploading its own."""
+    running = False
+    held = state.held_by(claim.timeline, step)
+    for node in claim.nodes:
+        if (step, node.node) in there:
+            continue
+        mine = held.get(node.node)
+        if mine is None or mine.HasField("failed") or not set(node.ranks) <= set(mine.ranks):
+            return False
+        running = running or not mine.HasField("index")
+    return running
+
+
+def _adopt(state: State, claim: Claim, record: Record, log: LogView) -> Procedure:
+    """Adopt whole undecided steps in ascending order; True when something vanished meanwhile: begin again."""
+    listing = yield ListKeys(prefix=keys.INDEX_PREFIX)
+    # Newer than the newest record, in its own timeline, and no record: these are abort markers.
+    decided = log.decision_keys(Timeline.parse(record.timeline))
+    aborted = {step for step, _ in decided if step > history.step_of(record)}
+    state.adopted = []
+    for step, refs in history.candidates(claim=claim, record=record, index_keys=listing, aborted=aborted):
+        blobs = yield GetMany(keys=tuple(ref.key for ref in refs))
+        if any(blob is None for blob in blobs):
+            return True
+        listed = [*state.listed.keeps, *(ref for ref, _ in state.adopted)]
+        verdict = yield Compute(function=history.adoption, arguments=(claim, step, refs, blobs, listed, state.stamp()))
+        if isinstance(verdict, Error):
+            state.log("not_adopted", step=step, of=record.timeline, error=verdict.message)
+            continue
+        assert state.timeline is not None
+        ref = StepRef(step=step, timeline=record.timeline, record_key=keys.start_key(state.timeline))
+        state.adopted.append((ref, verdict))
+        state.listed.keeps.append(ref)
+        state.listed.decisions[(ref.timeline, ref.step)] = verdict
+    return False

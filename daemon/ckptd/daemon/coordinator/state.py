@@ -1,0 +1,185 @@
+"""The coordinator's memory. All of it is soft: what counts is in the store.
+
+Owns: the values the rooms of this package share, and sending. Does not own: any decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ckptd.daemon.coordinator.effects import Effect, Log, Send
+from ckptd.daemon.keys import Timeline
+from ckptd.daemon.plan import Plan
+from ckptd.protos.agent_pb2 import LeadRequest
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, Held
+from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexRef, Quarantined, ShardTable, StepRef
+
+
+class Phase(Enum):
+    """Where the timeline stands."""
+
+    GATHERING = "waiting for all ranks to attach"
+    STARTING = "claiming and reading history"
+    RESOLVED = "history is read; no start record yet"
+    RUNNING = "the start record is written"
+    ENDED = "fenced, refused or over"
+
+
+@dataclass(kw_only=True, slots=True)
+class Node:
+    """A node of the run. `held` is what it said it holds, by (timeline, step)."""
+
+    incarnation: str
+    hostname: str
+    connected: bool
+    lost_at: float = 0.0
+    held: dict[tuple[str, int], Held] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Rank:
+    """A rank of the run."""
+
+    node: str
+    coordinate: tuple[int, ...]
+    attached: bool = True
+    clean: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
+class BeginCall:
+    """A rank that asked to save and has no answer yet."""
+
+    step: int
+    layout_digest: bytes
+    deadline: float
+
+
+@dataclass(kw_only=True, slots=True)
+class RestoreCall:
+    """A rank that asked to restore and has no answer yet."""
+
+    step: int | None
+    raise_on_corrupt: bool
+    rollback: bool
+    deadline: float
+
+
+@dataclass(kw_only=True, slots=True)
+class StepRun:
+    """A step between go and its outcome."""
+
+    step: int
+    plan_digest: bytes
+    base: StepRef | None
+    begun_at: float
+    deadline: float
+    staged: set[int] = field(default_factory=set)
+    sealed: dict[str, IndexRef] = field(default_factory=dict)
+    failed: Error | None = None
+    all_staged: bool = False
+    go: CoordinatorMessage | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Attempt:
+    """One try to restore one step on all ranks."""
+
+    number: int
+    ready: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    failed: Error | None = None
+    failed_done: Error | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Listed:
+    """What the newest record lists, and what was found bad since."""
+
+    keeps: list[StepRef] = field(default_factory=list)
+    quarantined: list[Quarantined] = field(default_factory=list)
+    decisions: dict[tuple[str, int], Committed] = field(default_factory=dict)
+
+    def newest(self) -> StepRef | None:
+        """Return the newest listed step."""
+        return self.keeps[-1] if self.keeps else None
+
+
+@dataclass(kw_only=True, slots=True)
+class State:
+    """Everything the coordinator knows."""
+
+    lead: LeadRequest
+    incarnation: str
+    endpoint: str
+    certificate_sha256: str
+    nonce: Callable[[], str]
+    stamp: Callable[[], str]
+    started_at: float
+    versions: dict[str, str]
+    node_grace_s: float = 30.0
+    phase: Phase = Phase.GATHERING
+    now: float = 0.0
+    effects: list[Effect] = field(default_factory=list)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    ranks: dict[int, Rank] = field(default_factory=dict)
+    claim: Claim | None = None
+    timeline: Timeline | None = None
+    listed: Listed = field(default_factory=Listed)
+    adopted: list[tuple[StepRef, Committed]] = field(default_factory=list)
+    layouts: dict[bytes, ShardTable] = field(default_factory=dict)
+    plan: Plan | None = None
+    begins: dict[int, BeginCall] = field(default_factory=dict)
+    restores: dict[int, RestoreCall] = field(default_factory=dict)
+    steps: dict[int, StepRun] = field(default_factory=dict)
+    decided: dict[int, Error | None] = field(default_factory=dict)
+    last_begun: int = -1
+    attempt: Attempt | None = None
+    attempts: int = 0
+    start_wanted: bool = False
+    refusal: Error | None = None
+    fenced: Error | None = None
+    superseded: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the coordinator is fenced, refused or superseded."""
+        return self.phase is Phase.ENDED
+
+    @property
+    def world(self) -> int:
+        """Number of ranks of the run."""
+        return self.lead.world
+
+    def send(self, node: str, message: CoordinatorMessage) -> None:
+        """Send to one node."""
+        self.effects.append(Send(node=node, message=message))
+
+    def broadcast(self, message: CoordinatorMessage) -> None:
+        """Send to every node that is connected."""
+        for name, node in self.nodes.items():
+            if node.connected:
+                self.send(name, message)
+
+    def log(self, kind: str, **fields: object) -> None:
+        """Write an event."""
+        self.effects.append(
+            Log(kind=kind, fields={"job": self.lead.job, "timeline": str(self.timeline or ""), **fields})
+        )
+
+    def missing(self, present: Iterable[int]) -> list[int]:
+        """Return the ranks of the world that are not in `present`."""
+        there = set(present)
+        return [rank for rank in range(self.world) if rank not in there]
+
+    def live_ranks(self) -> int:
+        """Return how many ranks are attached."""
+        return sum(rank.attached for rank in self.ranks.values())
+
+    def held_by(self, timeline: str, step: int) -> dict[str, Held]:
+        """Return what connected nodes hold of a step."""
+        key = (timeline, step)
+        return {name: node.held[key] for name, node in self.nodes.items() if node.connected and key in node.held}

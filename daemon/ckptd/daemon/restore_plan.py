@@ -1,0 +1,289 @@
+"""Which stored bytes a node's ranks want, and where they stand once fetched.
+
+Owns: reading the index sections a node needs, matching wanted rows with stored ones, and the answer to Want. Does not own: when
+(`restores`), the bytes (`fetcher`). Blocking; runs in a thread. Invariant: every row wanted is met exactly, by a row of equal
+name, dtype, global shape and box; anything else is an error that names the first rows, and nothing is fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptd.daemon import keys, records
+from ckptd.daemon.arena import Arena
+from ckptd.daemon.errors import CorruptError, DaemonError
+from ckptd.daemon.fetched import Fetched
+from ckptd.daemon.fetcher import Fetcher
+from ckptd.daemon.index import ChunkRef, chunk_refs, load_index
+from ckptd.daemon.keys import Timeline
+from ckptd.daemon.slots import SlotFile
+from ckptd.protos import error_pb2, shard_table
+from ckptd.protos.agent_pb2 import FetchedPart
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage
+from ckptd.protos.shard_table import ShardRow
+from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection, ShardTable
+from ckptd.storage_backends.base import ObjectStore
+from ckptd.storage_backends.errors import NotFound
+
+PART_PIECES = 8192
+NAMES_SHOWN = 5
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """The sections of a step that this node needs: its own ranks' and those of the ranks that wrote for them."""
+
+    sections: Mapping[int, RankSection]
+
+    def needed_ranks(self, ranks: Sequence[int]) -> set[int]:
+        """Return the ranks whose streams hold what `ranks` stored."""
+        return {writer for rank in ranks for writer in self.sections[rank].writer} | set(ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A wanted row and where its bytes are in a stored rank's stream."""
+
+    want_row: int
+    rank: int
+    offset: int
+    row: ShardRow
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodePlan:
+    """The fetched answer for every rank of the node."""
+
+    answers: Mapping[int, list[FetchedPart]]
+    files: frozenset[Path]
+    bytes_by_tier: Mapping[str, int]
+
+    def parts(self, rank: int) -> list[FetchedPart]:
+        """Return the answer to a rank's Want."""
+        return self.answers[rank]
+
+
+# ---------------------------------------------------------------- load
+
+
+def load(
+    store: ObjectStore, chosen: CoordinatorMessage.RestoreChosen, mesh: Mesh, world: int, ranks: Sequence[int]
+) -> Stored:
+    """Read the sections that the ranks of this node need.
+
+    Raises:
+        CorruptError: an index or the claim is gone or damaged.
+        DaemonError: LAYOUT_MISMATCH, the step was saved on another mesh.
+        StorageError: the store failed.
+    """
+    step, committed = chosen.step, chosen.committed
+    if committed.world != world or committed.mesh != mesh:
+        raise DaemonError.of(
+            f"step {step.step} was saved by {committed.world} ranks on mesh {_mesh_text(committed.mesh)}; "
+            f"this run has {world} on {_mesh_text(mesh)}",
+            reason=error_pb2.REASON_LAYOUT_MISMATCH,
+            hint="this version restores on the mesh of the save only",
+            step=step.step,
+            phase="restore",
+        )
+    nodes = _nodes_by_rank(store, step.timeline)
+    refs = {ref.node: ref for ref in committed.indexes}
+    sections: dict[int, RankSection] = {}
+    _load_nodes(store, refs, {nodes[rank] for rank in ranks}, sections)
+    writers = {writer for rank in ranks for writer in sections[rank].writer} - set(sections)
+    _load_nodes(store, refs, {nodes[rank] for rank in writers}, sections)
+    return Stored(sections=sections)
+
+
+def _nodes_by_rank(store: ObjectStore, timeline: str) -> dict[int, str]:
+    key = keys.claim_key(Timeline.parse(timeline))
+    try:
+        claim = records.parse_claim(store.get(key), key)
+    except NotFound:
+        raise CorruptError.of(f"claim {key} is gone", object=key, phase="restore") from None
+    return {rank: node.node for node in claim.nodes for rank in node.ranks}
+
+
+def _load_nodes(
+    store: ObjectStore, refs: Mapping[str, IndexRef], nodes: set[str], sections: dict[int, RankSection]
+) -> None:
+    for node in sorted(nodes):
+        try:
+            blob: bytes | None = store.get(refs[node].key)
+        except NotFound:
+            blob = None
+        _, _, found = load_index(refs[node], blob)
+        sections.update(found)
+
+
+def _mesh_text(mesh: Mesh) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=False)) or "(none)"
+
+
+# ---------------------------------------------------------------- fetch
+
+
+def fetch(
+    stored: Stored,
+    wants: Mapping[int, tuple[ShardTable, Sequence[str]]],
+    *,
+    fetcher: Fetcher,
+    arena: Arena,
+    held: Mapping[int, SlotFile],
+    deadline: float,
+) -> NodePlan:
+    """Bring everything the node's ranks want into shared memory, verified.
+
+    Args:
+        stored: from `load`.
+        wants: per rank of this node, rows and object names.
+        fetcher: of the job's store.
+        arena: memory for what slots do not hold.
+        held: per stored rank, a slot that holds this very step.
+        deadline: in seconds of time.monotonic().
+
+    Raises:
+        DaemonError: LAYOUT_MISMATCH, a row or object is not stored so.
+        CorruptError, NoSpaceError, StorageError: as `Fetcher.fetch`.
+    """
+    pieces: dict[int, list[Piece]] = {}
+    objects: dict[int, list[tuple[int, int, int]]] = {}
+    places = {rank: _places(section) for rank, section in stored.sections.items()}
+    for rank, (rows, names) in wants.items():
+        pieces[rank] = _pieces(places, rank, rows)
+        objects[rank] = _objects(stored.sections[rank], rank, names)
+    needs: dict[int, list[ChunkRef]] = {}
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for rank, found in pieces.items():
+        for piece in found:
+            ranges.setdefault(piece.rank, []).append((piece.offset, piece.row.nbytes))
+        ranges.setdefault(rank, []).extend((offset, length) for _, offset, length in objects[rank])
+    for rank, wanted in ranges.items():
+        refs = _refs_for(chunk_refs(stored.sections[rank]), wanted)
+        if refs:
+            needs[rank] = refs
+    fetched = fetcher.fetch(needs, held, arena, deadline=deadline)
+    files: set[Path] = set()
+    answers = {rank: list(_answer(fetched, pieces[rank], objects[rank], rank, files)) for rank in wants}
+    return NodePlan(answers=answers, files=frozenset(files), bytes_by_tier=dict(fetched.bytes_by_tier))
+
+
+def _places(section: RankSection) -> dict[tuple[str, int, Box], tuple[ShardRow, int, int]]:
+    """Return the stored rows of a section by (name, scope, box): row, writer and offset in this section's stream."""
+    return {
+        (row.name, row.scope, row.box): (row, writer, offset)
+        for row, writer, offset in zip(
+            shard_table.iter_rows(section.shards), section.writer, section.stream_offset, strict=True
+        )
+    }
+
+
+def _pieces(
+    places: Mapping[int, Mapping[tuple[str, int, Box], tuple[ShardRow, int, int]]],
+    rank: int,
+    rows: ShardTable,
+) -> list[Piece]:
+    found: list[Piece] = []
+    wrong: list[str] = []
+    for at, want in enumerate(shard_table.iter_rows(rows)):
+        here = places[rank].get((want.name, want.scope, want.box))
+        if here is None:
+            wrong.append(f"{want.name!r} box {want.box} is not stored for rank {rank}")
+            continue
+        row, writer, offset = here
+        if (row.dtype, row.global_shape) != (want.dtype, want.global_shape):
+            wrong.append(
+                f"{want.name!r} is stored as {row.dtype} {row.global_shape}, wanted {want.dtype} {want.global_shape}"
+            )
+            continue
+        if writer != rank:
+            there = places[writer].get((want.name, want.scope, want.box))
+            if there is None or there[1] != writer:
+                raise CorruptError.of(
+                    f"{want.name!r}: rank {rank} refers to rank {writer}, which does not hold it",
+                    object=want.name,
+                    rank=rank,
+                    phase="restore",
+                )
+            offset = there[2]
+        found.append(Piece(want_row=at, rank=writer, offset=offset, row=want))
+    if wrong:
+        raise DaemonError.of(
+            f"{len(wrong)} wanted rows are not in the snapshot: " + "; ".join(wrong[:NAMES_SHOWN]),
+            reason=error_pb2.REASON_LAYOUT_MISMATCH,
+            rank=rank,
+            phase="restore",
+        )
+    return found
+
+
+def _objects(section: RankSection, rank: int, names: Sequence[str]) -> list[tuple[int, int, int]]:
+    """Return (position in names, offset, length) in the rank's own stream."""
+    there = {
+        name: (offset, length)
+        for name, offset, length in zip(section.object_names, section.object_offset, section.object_length, strict=True)
+    }
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise DaemonError.of(
+            f"objects {missing[:NAMES_SHOWN]} are not in the snapshot",
+            reason=error_pb2.REASON_LAYOUT_MISMATCH,
+            rank=rank,
+            phase="restore",
+        )
+    return [(at, *there[name]) for at, name in enumerate(names)]
+
+
+def _refs_for(refs: Sequence[ChunkRef], ranges: Sequence[tuple[int, int]]) -> list[ChunkRef]:
+    """Return the chunks that hold any byte of the ranges."""
+    wanted = sorted((offset, offset + length) for offset, length in ranges if length)
+    found = []
+    at = 0
+    for ref in refs:
+        begin, end = ref.stream_offset, ref.stream_offset + ref.length
+        while at < len(wanted) and wanted[at][1] <= begin:
+            at += 1
+        if any(one[0] < end and one[1] > begin for one in wanted[at:] if one[0] < end):
+            found.append(ref)
+    return found
+
+
+def _answer(
+    fetched: Fetched, pieces: Sequence[Piece], objects: Sequence[tuple[int, int, int]], rank: int, files: set[Path]
+) -> list[FetchedPart]:
+    parts: list[FetchedPart] = []
+    for begin in range(0, max(1, len(pieces)), PART_PIECES):
+        part = FetchedPart()
+        table: dict[Path, int] = {}
+        for piece in pieces[begin : begin + PART_PIECES]:
+            path, offset = _located(fetched, piece.rank, piece.offset, piece.row.nbytes)
+            part.want_row.append(piece.want_row)
+            part.file.append(table.setdefault(path, len(table)))
+            part.file_offset.append(offset)
+            part.nbytes.append(piece.row.nbytes)
+            part.source_offset.extend(piece.row.offset)
+            part.source_length.extend(piece.row.length)
+        if begin == 0:
+            for at, stream_offset, length in objects:
+                path, offset = _located(fetched, rank, stream_offset, length)
+                part.object.append(at)
+                part.object_file.append(table.setdefault(path, len(table)))
+                part.object_offset.append(offset)
+                part.object_bytes.append(length)
+            for tier, nbytes in fetched.bytes_by_tier.items():
+                part.bytes_by_tier[tier] = nbytes
+        part.files.extend(str(path) for path in table)
+        files.update(path for path in table if path != NOWHERE)
+        parts.append(part)
+    return parts
+
+
+NOWHERE = Path("/dev/null")
+"""The file of pieces without bytes: nothing is read from it."""
+
+
+def _located(fetched: Fetched, rank: int, offset: int, nbytes: int) -> tuple[Path, int]:
+    return fetched.locate(rank, offset, nbytes) if nbytes else (NOWHERE, 0)

@@ -1,0 +1,373 @@
+"""A node's part in restoring: from the chosen step to verified bytes its ranks can map.
+
+Owns: the answers to Restore and Want of this node's ranks, one attempt at a time, and the memory they read from. Does not own:
+which step (the coordinator), which bytes (`reshard`), bringing them (`fetcher`). All on the agent's event loop, heavy work in threads.
+Invariant: no rank gets a place to copy from before the coordinator said go, i.e. before every rank's bytes on every node were
+verified and the start record was written; slots and arena that are read stay as they are until every rank is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ckptd.daemon import restore_plan
+from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.held import HeldJob, Snapshot, wire_error
+from ckptd.daemon.restore_plan import NodePlan, Stored
+from ckptd.daemon.session import Session
+from ckptd.daemon.telemetry import EventLog
+from ckptd.protos import error_pb2, shard_table
+from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
+from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import ShardTable
+
+if TYPE_CHECKING:
+    from ckptd.daemon.run_link import RunLink
+
+ANSWER_SLACK_S = 10.0
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True, slots=True)
+class Ask:
+    """A rank that waits for the answer to Restore."""
+
+    request: RestoreRequest
+    answer: asyncio.Future[list[StoredPart]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Want:
+    """A rank that said what it wants."""
+
+    rows: list[ShardTable]
+    objects: list[str]
+    answer: asyncio.Future[list[FetchedPart]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Attempt:
+    """One step offered by the coordinator."""
+
+    chosen: CoordinatorMessage.RestoreChosen
+    loaded: asyncio.Future[Stored]
+    wants: dict[int, Want] = field(default_factory=dict)
+    told: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    plan: NodePlan | None = None
+    ready: bool = False
+    fetching: bool = False
+    leases: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        """The coordinator's number of the attempt."""
+        return self.chosen.attempt
+
+
+class NodeRestore:
+    """The restores of one run on one node."""
+
+    def __init__(self, *, node: str, held: HeldJob, link: RunLink, log: EventLog) -> None:
+        self._node = node
+        self._held = held
+        self._link = link
+        self._log = log
+        self._asks: dict[int, Ask] = {}
+        self._attempt: Attempt | None = None
+        self._superseded: set[int] = set()
+
+    # ------------------------------------------------------------ calls of ranks
+
+    async def ask(self, session: Session, request: RestoreRequest) -> list[StoredPart]:
+        """Answer Restore: what was chosen, and what is stored at the rank's coordinate.
+
+        Raises:
+            DaemonError: as the coordinator said for all ranks; DEADLINE_EXCEEDED when it does not answer.
+        """
+        self._link.check_alive()
+        timeout = self._timeout(session, request.timeout_s)
+        rank = session.rank
+        attempt = self._attempt
+        if rank in self._superseded and attempt is not None:
+            self._superseded.discard(rank)
+            stored = await self._within(asyncio.shield(attempt.loaded), timeout, session)
+            attempt.told.add(rank)
+            return self._stored_parts(attempt, stored, rank)
+        ask = Ask(request=request, answer=asyncio.get_running_loop().create_future())
+        self._asks[rank] = ask
+        self._link.say(self._restore_message(rank, request))
+        try:
+            return await self._within(ask.answer, timeout, session)
+        finally:
+            if self._asks.get(rank) is ask:
+                del self._asks[rank]
+
+    async def want(
+        self, session: Session, number: int, rows: list[ShardTable], objects: list[str], refused: Error | None
+    ) -> list[FetchedPart]:
+        """Answer Want: where the verified bytes stand, once all ranks of the run are ready.
+
+        Raises:
+            DaemonError: as the coordinator said for all ranks; DEADLINE_EXCEEDED when it does not answer.
+        """
+        self._link.check_alive()
+        attempt = self._attempt
+        if attempt is None or attempt.number != number:
+            self._superseded.add(session.rank)
+            return [FetchedPart(superseded=True)]
+        want = Want(rows=rows, objects=objects, answer=asyncio.get_running_loop().create_future())
+        attempt.wants[session.rank] = want
+        if refused is not None:
+            self._failed(attempt, session.rank, refused)
+        elif not attempt.fetching and set(attempt.wants) >= set(self._link.live_ranks):
+            attempt.fetching = True
+            self._link.spawn(self._fetch(attempt))
+        return await self._within(want.answer, self._timeout(session, 0), session)
+
+    def done(self, session: Session, number: int, error: Error | None) -> None:
+        """A rank has copied: when all have, slots and arena may be used again."""
+        attempt = self._attempt
+        if attempt is None or attempt.number != number:
+            return
+        attempt.done.add(session.rank)
+        message = NodeMessage.RestoreDone(rank=session.rank, attempt=number)
+        if error is not None:
+            message.error.CopyFrom(error)
+        self._link.say(NodeMessage(restore_done=message))
+        if attempt.done >= set(self._link.live_ranks):
+            self._release(attempt)
+            self._attempt = None
+
+    def readable(self, file: str, offset: int, nbytes: int) -> memoryview:
+        """Return restored bytes for a rank that cannot map files.
+
+        Raises:
+            DaemonError: INVALID_ARGUMENT, the file is none of this restore.
+        """
+        plan = self._attempt.plan if self._attempt is not None else None
+        if plan is None or Path(file) not in plan.files:
+            raise DaemonError.of(
+                f"{file} is not part of the present restore", reason=error_pb2.REASON_INVALID_ARGUMENT, object=file
+            )
+        with Path(file).open("rb") as opened:
+            opened.seek(offset)
+            return memoryview(opened.read(nbytes))
+
+    def rank_gone(self, rank: int) -> None:
+        """A rank has ended: its calls end, and nobody waits for it to copy."""
+        gone = DaemonError.of(f"rank {rank} is gone", reason=error_pb2.REASON_RANK_FAILED, rank=rank)
+        ask = self._asks.pop(rank, None)
+        attempt = self._attempt
+        want = attempt.wants.get(rank) if attempt is not None else None
+        for waiting in (ask, want):
+            if waiting is not None and not waiting.answer.done():
+                waiting.answer.set_exception(gone)
+        if attempt is not None and attempt.done >= set(self._link.live_ranks):
+            self._release(attempt)
+            self._attempt = None
+
+    # ------------------------------------------------------------ the coordinator's answers
+
+    def say_again(self) -> None:
+        """After a reconnect: every call without an answer."""
+        for rank, ask in self._asks.items():
+            self._link.say(self._restore_message(rank, ask.request))
+        if self._attempt is not None and self._attempt.ready:
+            self._say_ready(self._attempt)
+
+    def on_message(self, message: CoordinatorMessage) -> None:
+        """Take RestoreChosen, RestoreGo or RestoreError."""
+        kind = message.WhichOneof("kind")
+        if kind == "restore_chosen":
+            self._on_chosen(message.restore_chosen)
+        elif kind == "restore_go":
+            self._on_go(message.restore_go.attempt)
+        else:
+            self._fail_all(message.restore_error.error)
+
+    def _on_chosen(self, chosen: CoordinatorMessage.RestoreChosen) -> None:
+        before, self._attempt = self._attempt, None
+        if before is not None:
+            if before.number == chosen.attempt:
+                self._attempt = before
+                return
+            self._release(before)
+            self._superseded |= before.told - set(self._asks)
+            for want in before.wants.values():
+                if not want.answer.done():
+                    want.answer.set_result([FetchedPart(superseded=True)])
+        if not chosen.found:
+            nothing = StoredPart(found=StoredPart.Found(found=False, attempt=chosen.attempt))
+            nothing.found.fell_back_from.extend(chosen.fell_back_from)
+            for ask in self._asks.values():
+                if not ask.answer.done():
+                    ask.answer.set_result([nothing])
+            return
+        self._attempt = Attempt(chosen=chosen, loaded=asyncio.get_running_loop().create_future())
+        self._link.spawn(self._load(self._attempt))
+
+    async def _load(self, attempt: Attempt) -> None:
+        """Read what the step's indexes say of this node's ranks, and answer their Restore."""
+        loop = asyncio.get_running_loop()
+        about = self._link.about
+        try:
+            stored = await loop.run_in_executor(
+                None,
+                restore_plan.load,
+                self._held.store,
+                attempt.chosen,
+                about.mesh,
+                about.world,
+                sorted(self._link.ranks),
+            )
+        except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
+            self._failed(attempt, min(self._link.ranks), wire_error(failure, phase="restore", node=self._node))
+            return
+        attempt.loaded.set_result(stored)
+        for rank, ask in self._asks.items():
+            if not ask.answer.done():
+                attempt.told.add(rank)
+                ask.answer.set_result(self._stored_parts(attempt, stored, rank))
+
+    async def _fetch(self, attempt: Attempt) -> None:
+        """Plan, fetch and verify what all ranks of the node want."""
+        loop = asyncio.get_running_loop()
+        stored = await attempt.loaded
+        snapshot = self._held_snapshot(attempt)
+        if snapshot is not None:
+            attempt.leases.append(self._held.read_lease(snapshot))
+        deadline = time.monotonic() + self._link.about.options.restore_timeout_s
+        wants = {rank: (shard_table.concat(want.rows), want.objects) for rank, want in attempt.wants.items()}
+        try:
+            attempt.plan = await loop.run_in_executor(
+                None,
+                lambda: restore_plan.fetch(
+                    stored,
+                    wants,
+                    fetcher=self._held.fetcher,
+                    arena=self._held.arena,
+                    held=dict(snapshot.slots) if snapshot is not None else {},
+                    deadline=deadline,
+                ),
+            )
+        except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
+            self._failed(attempt, min(attempt.wants), wire_error(failure, phase="restore", node=self._node))
+            return
+        self._log.emit(
+            "fetched",
+            job=self._held.job,
+            step=attempt.chosen.step.step,
+            of=attempt.chosen.step.timeline,
+            node=self._node,
+            bytes_by_tier=dict(attempt.plan.bytes_by_tier),
+        )
+        attempt.ready = True
+        self._say_ready(attempt)
+
+    def _on_go(self, number: int) -> None:
+        attempt = self._attempt
+        if attempt is None or attempt.number != number or attempt.plan is None:
+            return
+        for rank, want in attempt.wants.items():
+            if not want.answer.done():
+                want.answer.set_result(attempt.plan.parts(rank))
+
+    # ------------------------------------------------------------ small pieces
+
+    def _stored_parts(self, attempt: Attempt, stored: Stored, rank: int) -> list[StoredPart]:
+        snapshot = self._held_snapshot(attempt)
+        in_memory = snapshot is not None and stored.needed_ranks(sorted(self._link.ranks)) <= set(snapshot.slots)
+        committed = attempt.chosen.committed
+        found = StoredPart.Found(
+            found=True,
+            step=attempt.chosen.step.step,
+            timeline=attempt.chosen.step.timeline,
+            tier="memory" if in_memory else "store",
+            metrics=dict(committed.metrics),
+            tags=dict(committed.tags),
+            fell_back_from=attempt.chosen.fell_back_from,
+            mesh=committed.mesh,
+            world=committed.world,
+            attempt=attempt.number,
+        )
+        section = stored.sections[rank]
+        first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
+        return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]
+
+    def _held_snapshot(self, attempt: Attempt) -> Snapshot | None:
+        ref = attempt.chosen.step
+        snapshot = self._held.snapshots.get((ref.timeline, ref.step))
+        return snapshot if snapshot is not None and snapshot.staged and not snapshot.dropped else None
+
+    def _restore_message(self, rank: int, request: RestoreRequest) -> NodeMessage:
+        message = NodeMessage.Restore(
+            rank=rank,
+            raise_on_corrupt=request.raise_on_corrupt,
+            timeout_s=request.timeout_s,
+            rollback=request.rollback,
+        )
+        if request.HasField("step"):
+            message.step = request.step
+        return NodeMessage(restore=message)
+
+    def _say_ready(self, attempt: Attempt) -> None:
+        for rank in attempt.wants:
+            self._link.say(NodeMessage(restore_ready=NodeMessage.RestoreReady(rank=rank, attempt=attempt.number)))
+
+    def _failed(self, attempt: Attempt, rank: int, error: Error) -> None:
+        self._log.emit(
+            "restore_failed_local", job=self._held.job, node=self._node, error=error.message, object=error.object
+        )
+        self._link.say(
+            NodeMessage(restore_failed=NodeMessage.RestoreFailed(rank=rank, attempt=attempt.number, error=error))
+        )
+
+    def _fail_all(self, error: Error) -> None:
+        attempt, self._attempt = self._attempt, None
+        self._superseded.clear()
+        waiting: list[Ask | Want] = [*self._asks.values()]
+        if attempt is not None:
+            waiting += attempt.wants.values()
+            if not attempt.loaded.done():
+                attempt.loaded.cancel()
+            self._release(attempt)
+        for one in waiting:
+            if not one.answer.done():
+                one.answer.set_exception(DaemonError(error))
+
+    def _release(self, attempt: Attempt) -> None:
+        for lease in attempt.leases:
+            lease()
+        attempt.leases.clear()
+
+    def end(self, error: Error) -> None:
+        """The run cannot go on."""
+        self._fail_all(error)
+
+    def close(self) -> None:
+        """The link ends."""
+        self._fail_all(DaemonError.of("the run ended", reason=error_pb2.REASON_UNAVAILABLE).error)
+
+    def _timeout(self, session: Session, asked: float) -> float:
+        limit = session.about.options.restore_timeout_s
+        return min(limit, asked) if asked > 0 else limit
+
+    async def _within(self, answer: Awaitable[T], timeout_s: float, session: Session) -> T:
+        try:
+            return await asyncio.wait_for(answer, timeout_s + ANSWER_SLACK_S)
+        except TimeoutError:
+            raise DaemonError.of(
+                f"rank {session.rank}: the restore got no answer within {timeout_s:g} s from the coordinator at "
+                f"{self._link.about.endpoint}",
+                reason=error_pb2.REASON_DEADLINE_EXCEEDED,
+                rank=session.rank,
+                node=self._node,
+                phase="restore",
+            ) from None

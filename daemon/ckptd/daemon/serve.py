@@ -1,0 +1,128 @@
+"""Runs an agent as a process: socket, signals, readiness, the end.
+
+Owns: the order of start and end, and the exit code. Does not own: what the agent does. Start: lock, socket, ready file, then
+adopting what an agent before left staged (in the background: the store may be away). End: no new calls, running uploads get
+`drain_s`, then out; a second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+from ckptd.daemon import rpc
+from ckptd.daemon.agent import Agent, write_ready_file
+from ckptd.daemon.agent_service import AgentService
+from ckptd.daemon.config import AgentConfig
+from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.shared_files import prepare_folder
+from ckptd.daemon.telemetry import EventLog
+from ckptd.protos import agent_pb2_grpc, error_pb2
+
+EXIT_OK = 0
+EXIT_UNFLUSHED = 3
+"""The agent ended with uploads that were not done; what was staged lies in shared memory for the next agent."""
+SOCKET_NAME = "agent.sock"
+_IDLE_LOOK_S = 0.5
+
+
+def run(config: AgentConfig) -> int:
+    """Run an agent until it is told to end or, where `idle_exit_s` is set, has had nothing to do for that long.
+
+    Returns:
+        0, or 3 when uploads were not done.
+
+    Raises:
+        DaemonError: it cannot start: a folder, the socket or the address cannot be used.
+    """
+    check_listen(config)
+    os.umask(0o077)
+    prepare_folder(config.run_dir)
+    lock = _lock(config.run_dir / "agent.lock")
+    try:
+        return asyncio.run(_serve(config))
+    finally:
+        os.close(lock)
+
+
+async def _serve(config: AgentConfig) -> int:
+    loop = asyncio.get_running_loop()
+    socket = config.run_dir / SOCKET_NAME
+    rpc.prepare_socket(socket)
+    log = EventLog(config.event_log)
+    agent = Agent(config, log)
+    server = rpc.new_server()
+    agent_pb2_grpc.add_AgentServicer_to_server(AgentService(agent), server)
+    server.add_insecure_port(f"unix:{socket}")
+    await server.start()
+    socket.chmod(0o600)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _on_signal, stop)
+    write_ready_file(agent, socket)
+    log.emit("listening", node=agent.node, pid=os.getpid(), socket=str(socket))
+    adopting = loop.create_task(agent.adopt())
+    idle = await _until_stopped(agent, stop, config.idle_exit_s)
+    log.emit("stopping", node=agent.node, idle=idle)
+    await server.stop(grace=0.5)
+    flushed = await agent.drain(config.drain_s)
+    adopting.cancel()
+    await agent.close(forget=idle)
+    socket.unlink(missing_ok=True)
+    log.emit("stopped", node=agent.node, flushed=flushed)
+    log.close()
+    if not flushed:
+        # Threads may still hang in the store; what is staged stays in shared memory for the next agent.
+        os._exit(EXIT_UNFLUSHED)
+    return EXIT_OK
+
+
+async def _until_stopped(agent: Agent, stop: asyncio.Event, idle_exit_s: float) -> bool:
+    """Wait for the signal, or for idleness: True when it was idleness."""
+    while True:
+        try:
+            await asyncio.wait_for(stop.wait(), _IDLE_LOOK_S if idle_exit_s else None)
+        except TimeoutError:
+            if idle_exit_s and agent.idle_for() >= idle_exit_s:
+                return True
+        else:
+            return False
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(EXIT_UNFLUSHED)
+    stop.set()
+
+
+def check_listen(config: AgentConfig) -> None:
+    """Refuse to listen on every interface by accident: TLS is always on, but the address should be meant.
+
+    Raises:
+        DaemonError: NOT_ALLOWED.
+    """
+    if config.listen in {"0.0.0.0", "::", "[::]"} and not config.insecure:  # noqa: S104 - refused here
+        raise DaemonError.of(
+            f"listen = {config.listen!r} would listen on every interface",
+            reason=error_pb2.REASON_NOT_ALLOWED,
+            hint="name the address of one interface, or pass --insecure if every one is meant",
+            object="listen",
+        )
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise DaemonError.of(
+            f"another agent runs in {path.parent}",
+            reason=error_pb2.REASON_NOT_ALLOWED,
+            hint="one agent serves a node; end that one, or set CKPTD_RUN_DIR",
+            object=str(path),
+        ) from None
+    return fd

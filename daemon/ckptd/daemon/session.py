@@ -1,0 +1,54 @@
+"""A rank's session with its agent.
+
+Owns: what the agent knows of one living rank: its layouts, its events still to be sent, its process. Does not own: the
+run's link to the coordinator, nor slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from ckptd.daemon.supervisor import ProcessWatch
+from ckptd.protos.agent_pb2 import AttachRequest, Event
+from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import AliasTable, ShardTable
+
+
+@dataclass(kw_only=True, slots=True)
+class Session:
+    """One rank's session. Used on the event loop only."""
+
+    token: str
+    about: AttachRequest
+    events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)
+    layouts: dict[bytes, tuple[ShardTable, AliasTable]] = field(default_factory=dict)
+    watch: ProcessWatch | None = None
+    loss: asyncio.TimerHandle | None = None
+    attached: bool = True
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return self.about.rank
+
+    def tell(self, event: Event) -> None:
+        """Queue an event for the rank."""
+        self.events.put_nowait(event)
+
+    def tell_step(self, timeline: str, step: int, state: Event.State.ValueType, error: Error | None = None) -> None:
+        """Queue a step's change of state."""
+        made = Event.StepState(step=step, timeline=timeline, state=state)
+        if error is not None:
+            made.error.CopyFrom(error)
+        self.tell(Event(step=made))
+
+    def end(self) -> None:
+        """End the stream and the watch; idempotent."""
+        self.attached = False
+        self.events.put_nowait(None)
+        if self.watch is not None:
+            self.watch.close()
+        if self.loss is not None:
+            self.loss.cancel()
+            self.loss = None
