@@ -262,6 +262,46 @@ class TestStates:
         assert bytes(slot.data[60:]) == bytes(4)
 
 
+class TestZombies:
+    def test_trainer_that_wakes_up_in_its_copy_writes_to_a_file_of_its_own(self, pool: SlotPool) -> None:
+        """A slot taken from a process that was writing is never given to another one."""
+        slot = pool.acquire(0, 0, 128, 1000, process="11:1")
+        slot.begin(replace(writing(slot), process="11:1"), layout(100))
+        path = slot.path
+        slot.free()
+        with path.open("r+b") as zombie:
+            taken = pool.acquire(0, 0, 128, 1000, process="12:2")
+            taken.begin(replace(writing(taken), process="12:2"), layout(100))
+            taken.data[:] = bytes(128)
+            zombie.seek(DATA_OFFSET)
+            zombie.write(b"zombie")
+        assert taken.path != path
+        assert bytes(taken.data) == bytes(128)
+
+    def test_trainer_that_asks_again_keeps_its_warm_slot(self, pool: SlotPool) -> None:
+        """The process that was given up itself is not copying any more when it asks for the next step."""
+        slot = pool.acquire(0, 0, 128, 1000, process="11:1")
+        slot.begin(replace(writing(slot), process="11:1"), layout(100))
+        slot.free()
+        assert pool.acquire(0, 0, 64, 1000, process="11:1") is slot
+        assert pool.acquire(0, 0, 64, 1000, process="12:2") is not slot
+
+    def test_staged_slot_is_anybodys_once_it_is_free(self, pool: SlotPool) -> None:
+        """Whoever said Staged has stopped writing."""
+        slot = pool.acquire(0, 0, 128, 1000, process="11:1")
+        slot.begin(replace(writing(slot), process="11:1"), layout(100))
+        slot.stage(objects_bytes=0, trailer_bytes=0, staged_at=0)
+        slot.free()
+        assert pool.acquire(0, 0, 128, 1000, process="12:2") is slot
+
+    def test_unknown_writer_counts_as_alive(self, pool: SlotPool) -> None:
+        """Where nobody said which process writes, a slot given up in the midst is not used again."""
+        slot = pool.acquire(0, 0, 128, 1000)
+        slot.begin(writing(slot), layout(100))
+        slot.free()
+        assert pool.acquire(0, 0, 128, 1000) is not slot
+
+
 class TestReuse:
     def test_slot_that_fits_is_the_same_file(self, pool: SlotPool) -> None:
         """Smaller, equal, and slightly larger tails reuse the file: its pages are warm."""
@@ -337,7 +377,7 @@ class TestAdoption:
         (slot,) = pool.slots
         assert slot.header.state is SlotState.FREE
         assert slot.header.layout_digest == b""
-        assert pool.acquire(2, 1, 1 << 20, 1000) is slot
+        assert pool.acquire(2, 1, 1 << 20, 1000).path != slot.path
         pool.close()
 
     def test_killed_inside_the_header_page_is_torn(self, shm_dir: Path) -> None:

@@ -140,14 +140,19 @@ class SharedFile:
             self.view.release()
             self._map.close()
 
-    def remove(self) -> None:
-        """Delete the file and give its memory back at once, even where a trainer still maps it; idempotent."""
+    def remove(self, *, punch: bool = True) -> None:
+        """Delete the file; idempotent.
+
+        Args:
+            punch: Give its memory back at once, even where a trainer keeps it mapped until its next Begin. Not where
+                the trainer may still write: with /dev/shm full, a page that it writes anew would be its death.
+        """
         if self._fd < 0:
             return
         self.path.unlink(missing_ok=True)
-        # A trainer keeps its old mapping until its next Begin; without this its pages would stay charged.
-        with suppress(OSError, ValueError):
-            self._map.madvise(mmap.MADV_REMOVE)
+        if punch:
+            with suppress(OSError, ValueError):
+                self._map.madvise(mmap.MADV_REMOVE)
         self.close()
 
 

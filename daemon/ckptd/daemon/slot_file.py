@@ -25,6 +25,8 @@ from .errors import FormatError
 from .shared_files import SharedFile
 from .slot_header import HEADER_BYTES, SlotHeader, SlotState
 
+UNKNOWN_PROCESS = "?"
+"""Stands in the header of a slot that somebody may still write to, nobody knows who."""
 DATA_OFFSET = HEADER_BYTES
 """Where the data region begins in every slot."""
 
@@ -140,6 +142,7 @@ class SlotFile:
             replace(
                 self._header,
                 state=SlotState.STAGED,
+                process="",
                 objects_bytes=objects_bytes,
                 trailer_bytes=trailer_bytes,
                 staged_at=staged_at,
@@ -147,7 +150,11 @@ class SlotFile:
         )
 
     def free(self) -> None:
-        """Give the slot's bytes up, whatever its state; idempotent."""
+        """Give the slot's bytes up, whatever its state; idempotent.
+
+        Where a trainer was writing, it may go on: one that is paused in the midst of its copy and wakes up after the
+        job has moved on. So the header keeps its process, and the pool gives the file to no other one.
+        """
         torn = self._header.state is SlotState.WRITING
         self.write_header(
             SlotHeader(
@@ -159,6 +166,7 @@ class SlotFile:
                 plan_digest=b"" if torn else self._header.plan_digest,
                 data_bytes=self._header.data_bytes,
                 tail_offset=self._header.tail_offset,
+                process=(self._header.process or UNKNOWN_PROCESS) if torn else self._header.process,
             )
         )
 
@@ -216,10 +224,10 @@ class SlotFile:
             self._file.close()
 
     def unlink(self) -> None:
-        """Delete the file, give its memory back, and close; idempotent."""
+        """Delete the file and close; gives its memory back at once unless somebody may still write to it; idempotent."""
         self._stop_touching.set()
         with self._touching:
-            self._file.remove()
+            self._file.remove(punch=not self._header.process)
 
     def _clear_padding(self, layout: StreamLayout) -> None:
         lengths = layout.padding_lengths

@@ -55,6 +55,8 @@ class SlotHeader:
         objects_bytes: Length of the object blob; the trailer follows at the next multiple of 8.
         trailer_bytes: Length of the SlotTrailer.
         staged_at: Seconds since 1970, information only.
+        process: The trainer process that may write to the slot, or that may still do so although the slot was taken
+            from it; "?" where it is not known. Empty when there is none: never begun, or staged.
     """
 
     state: SlotState
@@ -70,6 +72,7 @@ class SlotHeader:
     objects_bytes: int = 0
     trailer_bytes: int = 0
     staged_at: float = 0.0
+    process: str = ""
 
     @property
     def trailer_offset(self) -> int:

@@ -4,7 +4,8 @@ Owns: making, reusing, adopting and dropping them. Does not own: what one slot i
 may fill it, and what becomes of a staged step (the agent decides).
 
 Invariants: what a dead agent left staged is staged for the next one, and anything else it left is free; file
-names never come twice, so a trainer that keeps a mapping by path never writes to a file that was replaced.
+names never come twice, so a trainer that keeps a mapping by path never writes to a file that was replaced; and a
+trainer that was given up in the midst of its copy has a file that nobody else will be given.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import secrets
 import threading
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from . import slot_header
@@ -51,8 +53,16 @@ class SlotPool:
         """Every slot held, by rank and number."""
         return [self._slots[key] for key in sorted(self._slots)]
 
-    def acquire(self, rank: int, number: int, data_bytes: int, tail_bytes: int) -> SlotFile:
+    def acquire(self, rank: int, number: int, data_bytes: int, tail_bytes: int, *, process: str = "") -> SlotFile:
         """Return a free slot with room for that much: the present one where it fits, else a new one in its place.
+
+        Args:
+            rank: Global rank.
+            number: Which of its slots.
+            data_bytes: Tensor part.
+            tail_bytes: Objects and trailer.
+            process: The trainer process that asks, where known. A slot that was taken from a process in the midst of
+                writing is used again by that process only.
 
         Raises:
             NoSpaceError: /dev/shm is full; names free and needed bytes. The present slot, too small, is gone.
@@ -66,9 +76,9 @@ class SlotPool:
         if held is not None:
             if held.header.state is not SlotState.FREE:
                 raise ValueError(f"slot {held.path} is {held.header.state}, with step {held.header.step}")
-            if tail_offset + tail_bytes <= held.nbytes:
+            if tail_offset + tail_bytes <= held.nbytes and held.header.process in {"", process}:
                 if (held.header.data_bytes, held.header.tail_offset) != (data_bytes, tail_offset):
-                    held.write_header(header)
+                    held.write_header(replace(header, process=held.header.process))
                 return held
             del self._slots[rank, number]
             held.unlink()
