@@ -274,19 +274,30 @@ class TestBounds:
 
         store = Hanging()
         refs = stored(store, os.urandom(CHUNK))
-        first = arena.reserve(CHUNK).path
+        with arena.writing(CHUNK) as file:
+            first = file.path
         fetcher = Fetcher(store)
         with pytest.raises(DaemonError) as caught:
             fetcher.fetch({0: refs}, {}, arena, deadline=time.monotonic() + 0.05)
         assert entered.is_set()
         assert caught.value.error.reason == REASON_DEADLINE_EXCEEDED
         assert caught.value.error.object == refs[0].key
-        again = arena.reserve(CHUNK)
-        again.view[:CHUNK] = b"\1" * CHUNK
-        hang.set()
-        fetcher.close()
-        assert again.path != first
-        assert bytes(again.view[:CHUNK]) == b"\1" * CHUNK
+        with arena.writing(CHUNK) as again:
+            again.view[:CHUNK] = b"\1" * CHUNK
+            hang.set()
+            fetcher.close()
+            assert again.path != first
+            assert bytes(again.view[:CHUNK]) == b"\1" * CHUNK
+
+    def test_fetches_that_overlap_never_share_a_file(self, arena: Arena) -> None:
+        """An attempt that was superseded in the midst of reading writes to pages that nobody reads."""
+        with arena.writing(100) as old:
+            with arena.writing(100) as new:
+                assert new.path != old.path
+                assert not old.path.exists()
+            old.view[:3] = b"old"
+        with arena.writing(100) as again:
+            assert again is new
 
     def test_reads_in_flight_stay_within_the_limit(self, arena: Arena) -> None:
         """No more reads run at once than allowed."""
@@ -312,10 +323,12 @@ class TestBounds:
     def test_arena_is_reused_while_it_is_large_enough(self, shm_dir: Path) -> None:
         """A second attempt finds touched pages; release gives everything back."""
         arena = Arena(shm_dir, JOB)
-        first = arena.reserve(5000)
-        assert arena.reserve(4000) is first
-        assert arena.reserve(8192).path == first.path
-        assert arena.reserve(8193).path != first.path
+        paths = []
+        for nbytes in (5000, 4000, 8192, 8193):
+            with arena.writing(nbytes) as file:
+                paths.append(file.path)
+        assert len(set(paths[:3])) == 1
+        assert paths[3] != paths[0]
         assert len(list(shm_dir.iterdir())) == 1
         arena.release()
         assert list(shm_dir.iterdir()) == []
@@ -323,7 +336,8 @@ class TestBounds:
     def test_arena_of_a_dead_agent_is_removed_and_a_living_ones_is_not(self, shm_dir: Path) -> None:
         """Restore memory does not outlive its agent for longer than to the next start."""
         living = Arena(shm_dir, JOB)
-        path = living.reserve(100).path
+        with living.writing(100) as file:
+            path = file.path
         (shm_dir / f"{JOB[:16]}.00000000.arena").write_bytes(b"orphan")
         Arena(shm_dir, JOB)
         assert [found.name for found in shm_dir.iterdir()] == [path.name]
@@ -332,6 +346,7 @@ class TestBounds:
     def test_no_room_for_the_arena_is_an_error_with_both_numbers(self, shm_dir: Path) -> None:
         """More than the file system holds raises NO_SPACE, and leaves nothing."""
         disk = os.statvfs(shm_dir)
-        with pytest.raises(NoSpaceError, match="needed"):
-            Arena(shm_dir, JOB).reserve(disk.f_blocks * disk.f_frsize + (1 << 30))
+        too_much = disk.f_blocks * disk.f_frsize + (1 << 30)
+        with pytest.raises(NoSpaceError, match="needed"), Arena(shm_dir, JOB).writing(too_much):
+            pass
         assert list(shm_dir.iterdir()) == []

@@ -1,13 +1,16 @@
 """The arena: the shared memory that a node's restores are fetched into.
 
 Owns: one file at a time, its size and its removal. Does not own: where a chunk goes in it (`fetcher`), and when
-all ranks have copied. Invariant: a file is handed out again only by `reserve`, which the caller calls when nobody
-reads the earlier content any more; bytes that a thread may still be writing are never handed out again.
+all ranks have copied. Invariant: two writers never have one file: a fetch that overlaps another one, or comes after
+one that could not be stopped, gets a new file, and the old one is nobody's any more.
 """
 
 from __future__ import annotations
 
 import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .shared_files import SharedFile, page_rounded, prepare_folder
@@ -16,7 +19,7 @@ _NAME_JOB = 16
 
 
 class Arena:
-    """Restore memory of one job on this node. For one thread at a time.
+    """Restore memory of one job on this node. Thread-safe.
 
     Args:
         shm_dir: Folder in shared memory; made 0700.
@@ -30,31 +33,48 @@ class Arena:
         prepare_folder(shm_dir)
         self._folder = shm_dir
         self._job = job_digest[:_NAME_JOB]
+        self._lock = threading.Lock()
         self._file: SharedFile | None = None
+        self._is_busy = False
         for path in shm_dir.glob(f"{self._job}.*.arena"):
             orphan = SharedFile.open(path)
             if orphan is not None:
                 orphan.remove()
 
-    def reserve(self, nbytes: int) -> SharedFile:
-        """Return a file of at least so many bytes and undefined content: the present one where it is large enough.
+    @contextmanager
+    def writing(self, nbytes: int) -> Iterator[SharedFile]:
+        """Give a file of at least so many bytes and undefined content to one writer: the present one where that will do.
 
-        Takes back whatever an earlier call handed out.
+        Takes back whatever was handed out before. Inside, `release` is the way out when a thread cannot be stopped.
 
         Raises:
             NoSpaceError: Free and needed bytes.
         """
-        if self._file is None or self._file.nbytes < nbytes:
-            self.release()
-            name = f"{self._job}.{secrets.token_hex(4)}.arena"
-            self._file = SharedFile.create(self._folder / name, page_rounded(max(nbytes, 1)))
-        return self._file
+        with self._lock:
+            if self._file is None or self._is_busy or self._file.nbytes < nbytes:
+                self._drop()
+                name = f"{self._job}.{secrets.token_hex(4)}.arena"
+                self._file = SharedFile.create(self._folder / name, page_rounded(max(nbytes, 1)))
+            file, self._is_busy = self._file, True
+        try:
+            yield file
+        finally:
+            with self._lock:
+                if self._file is file:
+                    self._is_busy = False
+                else:
+                    file.close()
 
     def release(self) -> None:
-        """Delete the file and give its memory back, so that the next `reserve` gives another one; idempotent.
+        """Delete the file, and give its memory back unless somebody still writes to it; idempotent."""
+        with self._lock:
+            self._drop()
 
-        A thread that still writes to the old one harms nobody.
-        """
-        if self._file is not None:
+    def _drop(self) -> None:
+        if self._file is not None and self._is_busy:
+            # The mapping is its writer's to end. Memory that is punched out and then written to is memory that may
+            # not be there any more: with /dev/shm full, the death of this process.
+            self._file.path.unlink(missing_ok=True)
+        elif self._file is not None:
             self._file.remove()
-            self._file = None
+        self._file, self._is_busy = None, False

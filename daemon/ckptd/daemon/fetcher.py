@@ -46,7 +46,7 @@ class _HangingReadError(Exception):
 
 
 class Fetcher:
-    """Fetches chunks of one root. Thread-safe; fetches that overlap share the bounds, but not an arena.
+    """Fetches chunks of one root. Thread-safe; of fetches that overlap in one arena, only the last one's bytes can be read.
 
     Args:
         store: Retries by itself.
@@ -105,13 +105,13 @@ class Fetcher:
                 for run in wanted[rank]
                 for ref in run.refs
             }
-            file = arena.reserve(nbytes)
-            try:
-                by_tier["store"] = self._fill(placed, file, in_slots, deadline)
-            except _HangingReadError as hanging:
-                # It cannot be taken back, and may write to these pages whenever it likes.
-                arena.release()
-                raise hanging.cause from None
+            with arena.writing(nbytes) as file:
+                try:
+                    by_tier["store"] = self._fill(placed, file, in_slots, deadline)
+                except _HangingReadError as hanging:
+                    # It cannot be taken back, and may write to these pages whenever it likes.
+                    arena.release()
+                    raise hanging.cause from None
             by_tier["memory"] += sum(run.nbytes for run in missing) - by_tier["store"]
             for run, at in placed:
                 extents.setdefault(run.rank, []).append(
