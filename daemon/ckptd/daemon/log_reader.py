@@ -53,7 +53,7 @@ class NewestRecord:
     def position(self) -> tuple[Timeline, int]:
         """Place in history: what stands before it and is not listed is dead for ever."""
         key = parse_record_key(self.key)
-        assert key is not None  # noqa: S101 - the key was parsed before the record was read
+        assert key is not None
         return key.position
 
     @property
