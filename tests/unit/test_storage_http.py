@@ -211,6 +211,18 @@ def test_a_create_put_is_conditional_unsigned_and_single(store: ObjectStore, scr
     assert script.objects == {"/bucket/root/key": data}
 
 
+def test_put_if_absent_can_be_switched_off(script: Script) -> None:
+    """Where the server knows no condition, CREATE is a plain put and the capability says so."""
+    with open_store("s3://bucket/root", retry=None, options={"conditional_put": "disabled"}) as store:
+        assert not store.capabilities.put_if_absent
+        store.put("key", b"x")
+        store.put("key", b"y")
+        script.hang_up = "before"
+        with pytest.raises(Unavailable):
+            store.put("key", b"z")
+    assert all("if-none-match" not in headers for _, headers, _ in script.requests)
+
+
 def test_obstore_does_not_sign_the_payload(script: Script) -> None:
     """The bytes are not hashed for the signature: their digest is checked by the readers."""
     with open_store("s3://bucket/root", retry=None) as store:

@@ -115,7 +115,10 @@ def condition(answer: Answer, *, key: str | None, url: str, creating: bool) -> S
     known = _CODES.get(code or "") or _STATUSES.get(status or 0)
     if known is not None:
         return known(message, key=key, url=url)
-    if status == 501 or (status is not None and 300 <= status < 500 and status != 408):
+    if status == 501:
+        hint = 'if the server does not know If-None-Match, set the option "conditional_put" to "disabled"'
+        return StorageError(message, key=key, url=url, hint=hint if creating else None)
+    if status is not None and (300 <= status < 500 and status != 408):
         return StorageError(message, key=key, url=url)
     if not answer.passing:
         hint = "check the endpoint's scheme (http or https) and its certificate (AWS_CA_BUNDLE)"

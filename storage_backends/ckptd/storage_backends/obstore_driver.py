@@ -48,7 +48,7 @@ _CODE = re.compile(r"<Code>([^<]+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _WHERE = re.compile(r"(Error performing \w+) \S+ in \S+ - |\?\S+")
 _TLS = re.compile(r"certificate|InvalidContentType|tls|ssl", re.IGNORECASE)
-_OWN_OPTIONS = {"endpoint_url", "profile", "small_timeout_s", "bulk_timeout_s"}
+_OWN_OPTIONS = {"endpoint_url", "profile", "small_timeout_s", "bulk_timeout_s", "conditional_put"}
 
 
 def open_obstore(scheme: str, bucket: str, prefix: str, options: Mapping[str, str]) -> ObstoreStore:
@@ -58,8 +58,9 @@ def open_obstore(scheme: str, bucket: str, prefix: str, options: Mapping[str, st
         scheme: "s3", "gs" or "az".
         bucket: Bucket or container.
         prefix: Folder of the root in it, "" for the whole bucket.
-        options: For S3 "endpoint_url", "region" and "profile"; for all "small_timeout_s" and
-            "bulk_timeout_s"; anything else is a configuration key of obstore.
+        options: For S3 "endpoint_url", "region" and "profile"; for all "small_timeout_s",
+            "bulk_timeout_s" and "conditional_put" ("disabled" where the server knows no
+            If-None-Match); anything else is a configuration key of obstore.
 
     Raises:
         InvalidUrl: An option is unknown or makes no sense.
@@ -69,7 +70,13 @@ def open_obstore(scheme: str, bucket: str, prefix: str, options: Mapping[str, st
         small = _timeout(options, "small_timeout_s", _SMALL_TIMEOUT)
         bulk = _timeout(options, "bulk_timeout_s", _BULK_TIMEOUT)
         build = _builder(scheme, bucket, prefix, options)
-        return ObstoreStore(url, small=build(small), bulk=build(bulk), max_put_bytes=_MAX_PUT_BYTES[scheme])
+        return ObstoreStore(
+            url,
+            small=build(small),
+            bulk=build(bulk),
+            max_put_bytes=_MAX_PUT_BYTES[scheme],
+            put_if_absent=options.get("conditional_put") != "disabled",
+        )
     except obstore.exceptions.UnknownConfigurationKeyError as error:
         raise InvalidUrl(f"unknown option: {_plain(error)}", url=url, hint="correct the options") from error
     except (obstore.exceptions.BaseError, ValueError, TypeError) as error:
@@ -84,12 +91,15 @@ class ObstoreStore(ObjectStore):
         small: Client with the short deadline.
         bulk: Client with the long deadline.
         max_put_bytes: Largest object of one PUT.
+        put_if_absent: False sends a CREATE put without its condition.
     """
 
-    def __init__(self, url: str, *, small: _Client, bulk: _Client, max_put_bytes: int) -> None:
+    def __init__(
+        self, url: str, *, small: _Client, bulk: _Client, max_put_bytes: int, put_if_absent: bool = True
+    ) -> None:
         self.url = url
         self.capabilities = Capabilities(
-            put_if_absent=True, remote=True, max_put_bytes=max_put_bytes, concurrency=_CONCURRENCY
+            put_if_absent=put_if_absent, remote=True, max_put_bytes=max_put_bytes, concurrency=_CONCURRENCY
         )
         self._small = small
         self._bulk = bulk
@@ -107,7 +117,7 @@ class ObstoreStore(ObjectStore):
                 url=self.url,
                 hint="use smaller chunks",
             )
-        creating = mode is PutMode.CREATE
+        creating = mode is PutMode.CREATE and self.capabilities.put_if_absent
         client = self._small if len(view) <= _SMALL_BYTES else self._bulk
         with self._translated(key, creating=creating):
             obstore.put(client, key, view, mode="create" if creating else "overwrite", use_multipart=False)
