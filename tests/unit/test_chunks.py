@@ -157,7 +157,7 @@ def test_hundred_thousand_rows_take_well_under_a_second() -> None:
     """Laying out 100k rows is no matter of seconds."""
     random.seed(1)
     rows = table(*((random.randrange(1, 5000), 0) for _ in range(100_000)))
-    begun = time.perf_counter()
+    begun = time.process_time()
     layout = stream_layout(0, rows, [0] * 100_000)
-    assert time.perf_counter() - begun < 0.7
+    assert time.process_time() - begun < 0.7
     assert layout.chunks[0] == ChunkSpan(offset=0, length=layout.chunks[0].length)
