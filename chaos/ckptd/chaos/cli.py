@@ -1,0 +1,130 @@
+"""`ckptd chaos`: run a training script under a scenario and judge what came back.
+
+Exit codes of `run`: 0 pass, 1 fail, 3 unknown (nothing was proved: red as well), 2 usage.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ckptd.chaos.cache import default_cache
+from ckptd.chaos.cluster.launcher import MOST_NODES
+from ckptd.chaos.cluster.store import STORES
+from ckptd.chaos.conductor import Limits
+from ckptd.chaos.history import Event
+from ckptd.chaos.report import render
+from ckptd.chaos.scenario_reader import ScenarioError, load, scenario_names
+from ckptd.chaos.schedule import ScheduleError
+from ckptd.chaos.trial import Stage, run_trial
+
+app = typer.Typer(
+    name="chaos",
+    help="Run a training script undisturbed and hurt, and compare what comes back bit by bit.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+_USAGE = 2
+_TOLD = ("launched", "restored", "fault", "agent_died", "node_replaced", "exited", "fenced", "adopted", "deadline")
+_SHOWN = ("launch", "step", "tier", "do", "target", "fired", "note", "agent", "code", "codes", "node", "by", "what")
+
+
+def _list_scenarios(*, wanted: bool) -> None:
+    if wanted:
+        table = Table(box=None, show_header=False)
+        for name in scenario_names():
+            table.add_row(name, load(name).title)
+        Console().print(table)
+        raise typer.Exit
+
+
+@app.callback()
+def chaos(
+    *,
+    listed: Annotated[
+        bool,
+        typer.Option(
+            "--list", help="List the scenarios.", callback=lambda wanted: _list_scenarios(wanted=wanted), is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Run a training script undisturbed and hurt, and compare what comes back bit by bit."""
+
+
+@app.command()
+def run(
+    scenario: Annotated[str, typer.Argument(help="Name of a scenario (see --list), or a .toml file.")],
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="-- SCRIPT ARGS...", help="What torchrun runs; {root}, {digests}, {out} are filled in."),
+    ],
+    *,
+    nnodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes, an agent each.")] = 1,
+    nproc: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
+    store: Annotated[str, typer.Option(help="local: files; s3: a SeaweedFS server of its own.")] = "local",
+    seed: Annotated[int | None, typer.Option(help="Decides what the scenario leaves open. [default: random]")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for all evidence. [default: a new one in /tmp]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    cached: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep the undisturbed run.")] = True,
+    timeout: Annotated[float, typer.Option(min=1, help="Bound of each run, seconds.")] = 600.0,
+) -> None:
+    """Run SCRIPT under a scenario: 0 pass, 1 fail, 3 unknown, 2 wrong usage."""
+    if store not in STORES:
+        _refuse(f"--store is {store!r}; allowed: {', '.join(STORES)}")
+    try:
+        read = load(scenario)
+    except ScenarioError as error:
+        _refuse(str(error))
+    if not Path(command[0]).is_file():
+        _refuse(f"there is no script {command[0]!r}")
+    folder = (out or Path(tempfile.mkdtemp(prefix="ckptd-chaos-"))).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        _refuse(f"--out {folder} is not empty; name a new folder")
+    console = Console(stderr=as_json)
+    stage = Stage(
+        nnodes=nnodes,
+        nproc=nproc,
+        command=tuple(command),
+        out=folder,
+        limits=Limits(run=timedelta(seconds=timeout), relaunches=len(read.faults) + 3),
+        observe=lambda name, event: _tell(console, name, event),
+    )
+    try:
+        report = run_trial(
+            stage,
+            read,
+            store=store,
+            seed=secrets.randbelow(1 << 31) if seed is None else seed,
+            cache_folder=default_cache() if cached else None,
+        )
+    except ScheduleError as error:
+        _refuse(str(error))
+    text = json.dumps(report.to_dict(), indent=1)
+    (folder / "report.json").write_text(text + "\n", encoding="utf-8")
+    if as_json:
+        sys.stdout.write(text + "\n")
+    else:
+        render(report, console)
+    raise typer.Exit(report.verdict.exit_code)
+
+
+def _tell(console: Console, run_name: str, event: Event) -> None:
+    if event.kind in _TOLD:
+        fields = " ".join(f"{k}={v}" for k, v in event.fields.items() if k in _SHOWN and v not in (None, ""))
+        console.print(f"{run_name}: {event.source}: {event.kind} {fields}", style="dim", markup=False, highlight=False)
+
+
+def _refuse(text: str) -> NoReturn:
+    typer.echo(f"error: {text}", err=True)
+    raise typer.Exit(_USAGE)

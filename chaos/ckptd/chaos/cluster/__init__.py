@@ -1,0 +1,1 @@
+"""What a run needs around the script: nodes with an agent each, a launcher on each node, and a store."""

@@ -1,0 +1,236 @@
+"""A cluster on this machine: nodes, and launches of the script over all of them.
+
+Owns: nodes and their replacement, launches, and the end of everything. Does not own: when things happen (`conductor`)
+or what hurts (`nemesis`). Invariant: after `close`, and after any death of the harness, no process and no shared
+memory of the cluster is left.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+from ckptd.chaos.cluster.launcher import Launcher
+from ckptd.chaos.cluster.node import AGENT_COMMAND, Node, Place
+from ckptd.chaos.cluster.process import Leashed, ProcessError
+from ckptd.chaos.watch import read_tail, wait_until
+
+_TAG = "CKPTD_CHAOS_TAG"
+_READY_DEADLINE = timedelta(seconds=60)
+_TERM_GRACE = timedelta(seconds=3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """One start of the script on all nodes; its processes are the nodes' `ranks`.
+
+    Attributes:
+        number: From 1.
+        nodes: Where it runs.
+        outputs: What its ranks print, by node.
+        errors: Same for errors.
+    """
+
+    number: int
+    nodes: tuple[Node, ...]
+    outputs: Mapping[int, Path]
+    errors: Mapping[int, Path]
+
+    def codes(self) -> dict[int, int | None]:
+        """Return the launcher's exit code by node; None while it runs."""
+        return {node.index: node.ranks.poll() if node.ranks is not None else None for node in self.nodes}
+
+    def failed(self) -> bool:
+        """Whether a launcher ended otherwise than with 0."""
+        return any(code not in (None, 0) for code in self.codes().values())
+
+    def succeeded(self) -> bool:
+        """Whether every launcher ended with 0."""
+        return all(code == 0 for code in self.codes().values())
+
+    def end(self) -> None:
+        """End what still runs, as a scheduler does: SIGTERM, some seconds, SIGKILL. Paused nodes are left alone."""
+        running = [n.ranks for n in self.nodes if not n.is_paused and n.ranks is not None and n.ranks.poll() is None]
+        for ranks in running:
+            ranks.signal(signal.SIGTERM)
+        wait_until(lambda: all(ranks.poll() is not None for ranks in running), within=_TERM_GRACE)
+        for ranks in running:
+            ranks.kill()
+
+    def error_tail(self) -> str:
+        """Return the last lines of errors of all nodes."""
+        return "".join(read_tail(path) for path in self.errors.values())
+
+
+class Cluster:
+    """Nodes with an agent each. A context manager; for one thread.
+
+    Args:
+        nnodes: Number of nodes.
+        nproc: Ranks on each.
+        folder: Evidence: logs, digests, event logs.
+        launcher: Starts ranks on a node; closed with the cluster.
+        environment: Variables of every process, besides the harness's own ones (without CKPTD_*).
+        agent: Command of an agent; folders and address are added.
+        failpoints: Failpoints of every agent all the time.
+    """
+
+    def __init__(
+        self,
+        *,
+        nnodes: int,
+        nproc: int,
+        folder: Path,
+        launcher: Launcher,
+        environment: Mapping[str, str],
+        agent: Sequence[str] = AGENT_COMMAND,
+        failpoints: str = "",
+    ) -> None:
+        self.nnodes, self.nproc, self.folder = nnodes, nproc, folder
+        self.tag = secrets.token_hex(4)
+        self._launcher = launcher
+        self._agent_command = tuple(agent)
+        self._failpoints = failpoints
+        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+        # One host: gloo must not look for a network.
+        self._environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+        self._environment |= {_TAG: self.tag, **environment}
+        self._shm = Path("/dev/shm") / f"ckptd-chaos-{self.tag}"  # noqa: S108 - shared memory, mode 0700 below
+        self._run = Path(tempfile.gettempdir()) / f"ckptd-chaos-{self.tag}"
+        self._janitor: Leashed | None = None
+        self.nodes: list[Node] = []
+        self.gone: list[Node] = []
+        """Nodes that were lost or replaced, also paused ones that still live."""
+        self._generations = [0] * nnodes
+        self._launches = 0
+
+    def start(self, once: Mapping[int, str] | None = None) -> None:
+        """Start an agent on every node, and return when all listen.
+
+        Args:
+            once: Failpoints, by node, of its first agent process only.
+
+        Raises:
+            ProcessError: An agent did not start; the message ends with its log.
+        """
+        for folder in (self._shm, self._run):
+            folder.mkdir(mode=0o700)
+        self._janitor = Leashed([], environment=self._environment, wipe=[self._shm, self._run])
+        self._launcher.start()
+        for index in range(self.nnodes):
+            self.nodes.append(self._new_node(index))
+            self.start_agent(self.nodes[index], once=(once or {}).get(index, ""))
+        self.await_agents()
+
+    def start_agent(self, node: Node, *, once: str = "") -> None:
+        """Start an agent on a node; `once` are failpoints of this process only. Returns before it listens."""
+        node.start_agent(";".join(filter(None, (self._failpoints, once))))
+
+    def await_agents(self) -> None:
+        """Wait until the agents of all nodes listen.
+
+        Raises:
+            ProcessError: One does not; the message ends with its log.
+        """
+        wait_until(
+            lambda: all(n.agent_is_ready() or n.agent is None or n.agent.poll() is not None for n in self.nodes),
+            within=_READY_DEADLINE,
+        )
+        for node in self.nodes:
+            if not node.agent_is_ready():
+                raise ProcessError(f"{node.source} does not listen:\n{read_tail(node.place.agent_log)}")
+
+    def replace(self, node: Node) -> Node:
+        """Put a fresh node with empty folders in the place of `node`, and start its agent."""
+        self.gone.append(node)
+        fresh = self.nodes[node.index] = self._new_node(node.index)
+        self.start_agent(fresh)
+        return fresh
+
+    def launch(self, script: Sequence[str], environment: Mapping[str, str]) -> Launch:
+        """Start the script on all nodes.
+
+        Raises:
+            ProcessError: The launcher cannot be started.
+        """
+        self._launches += 1
+        folder = self.folder / "launches" / str(self._launches)
+        folder.mkdir(parents=True)
+        launch = Launch(
+            number=self._launches,
+            nodes=tuple(self.nodes),
+            outputs={index: folder / f"{index}.out" for index in range(self.nnodes)},
+            errors={index: folder / f"{index}.err" for index in range(self.nnodes)},
+        )
+        for node in self.nodes:
+            command = self._launcher.command(
+                node=node.index, nnodes=self.nnodes, nproc=self.nproc, launch=self._launches, script=script
+            )
+            events = {"CKPTD_EVENT_LOG": str(self.client_events(node, launch.number))}
+            node.start_ranks(command, {**environment, **events}, launch.outputs[node.index], launch.errors[node.index])
+        return launch
+
+    def client_events(self, node: Node, launch: int) -> Path:
+        """Return the event log of the ranks of a launch on a node."""
+        return self.folder / "launches" / str(launch) / f"{node.index}.events.jsonl"
+
+    def rank_pids(self) -> dict[int, int]:
+        """Return the process of each living rank of the present nodes."""
+        return {rank: pid for node in self.nodes for rank, pid in node.rank_pids().items()}
+
+    def end_agents(self) -> dict[str, int | None]:
+        """Ask all agents to end in order; return each one's exit code by its source, None where it had to be killed."""
+        running = [n for n in self.nodes if n.agent is not None and n.agent.poll() is None and not n.is_paused]
+        for node in running:
+            if node.agent is not None:
+                node.agent.signal(signal.SIGTERM)
+        return {node.source: node.end_agent() for node in running}
+
+    def close(self) -> None:
+        """Kill every process and remove shared memory and run folders; evidence stays. Idempotent."""
+        for node in [*self.nodes, *self.gone]:
+            node.kill()
+        self._launcher.close()
+        if self._janitor is not None:
+            for folder in (self._shm, self._run):
+                shutil.rmtree(folder, ignore_errors=True)
+            self._janitor.kill()
+            self._janitor = None
+
+    def leaks(self) -> list[str]:
+        """Return what is left of the cluster after `close`: processes by pid and command, folders."""
+        left = [f"folder {folder}" for folder in (self._shm, self._run) if folder.exists()]
+        mark = f"{_TAG}={self.tag}".encode()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    left.append(f"process {entry.name}: {command}")
+        return left
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _new_node(self, index: int) -> Node:
+        generation = self._generations[index]
+        self._generations[index] += 1
+        name = str(index) if generation == 0 else f"{index}.{generation}"
+        place = Place(
+            name=name,
+            evidence=self.folder / "nodes" / name,
+            run_dir=self._run / name,
+            shm_dir=self._shm / name,
+        )
+        return Node(index, place, self._environment, self._agent_command)

@@ -1,0 +1,91 @@
+"""Starts the ranks of one node: torchrun, with a rendezvous that the harness hosts.
+
+Owns: the launcher's command line. Does not own: the processes (`launch`). Ranks are numbered by node: the rendezvous
+sorts nodes by address, and each node has a loopback address of its own. `max-restarts` is 0: the harness starts the
+job again itself, as an operator's scheduler would.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from ckptd.chaos.cluster.process import Leashed, ProcessError
+from ckptd.chaos.watch import read_tail, wait_until
+
+_START_DEADLINE = timedelta(seconds=90)
+# 127.0.0.101, …: of equal length, so that they sort as numbers do.
+_FIRST_ADDRESS = 101
+MOST_NODES = 150
+
+
+class Launcher(Protocol):
+    """Makes the command that starts the ranks of a node; it ends with a status other than 0 when one of them does."""
+
+    def start(self) -> None:
+        """Begin what all launches share; returns at once."""
+        ...
+
+    def command(self, *, node: int, nnodes: int, nproc: int, launch: int, script: Sequence[str]) -> list[str]:
+        """Return the command for one node of the launch numbered `launch`; each rank's environment has RANK."""
+        ...
+
+    def close(self) -> None:
+        """End what `start` began; idempotent."""
+        ...
+
+
+class Torchrun:
+    """torchrun on each node of a launch.
+
+    Args:
+        folder: Where the rendezvous keeps its log and its port.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._port_file = folder / "rendezvous.port"
+        self._log = folder / "rendezvous.log"
+        self._host: Leashed | None = None
+
+    def start(self) -> None:
+        """Start the rendezvous; it is there some seconds later."""
+        if self._host is None:
+            self._host = Leashed(
+                [sys.executable, "-m", "ckptd.chaos.cluster.rendezvous", str(self._port_file)],
+                environment=os.environ,
+                stdout=self._log,
+            )
+
+    def command(self, *, node: int, nnodes: int, nproc: int, launch: int, script: Sequence[str]) -> list[str]:
+        """Return torchrun's command line; waits for the rendezvous.
+
+        Raises:
+            ProcessError: The rendezvous did not start.
+        """
+        self.start()
+        if not wait_until(self._port_file.exists, within=_START_DEADLINE):
+            raise ProcessError(f"the rendezvous did not start: {read_tail(self._log)}")
+        return [
+            sys.executable,
+            *("-m", "torch.distributed.run"),
+            *("--nnodes", str(nnodes)),
+            *("--nproc-per-node", str(nproc)),
+            *("--max-restarts", "0"),
+            *("--rdzv-backend", "c10d"),
+            *("--rdzv-id", f"launch-{launch}"),
+            *("--rdzv-endpoint", f"127.0.0.1:{self._port_file.read_text()}"),
+            # Short keep-alives: a torchrun that ends waits for its last one.
+            *("--rdzv-conf", "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=30"),
+            *("--local-addr", f"127.0.0.{_FIRST_ADDRESS + node}"),
+            *script,
+        ]
+
+    def close(self) -> None:
+        """End the rendezvous."""
+        if self._host is not None:
+            self._host.kill()
+            self._host = None

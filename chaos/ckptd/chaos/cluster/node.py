@@ -1,0 +1,186 @@
+"""One node: its folders, its agent, and the ranks that a launch put there.
+
+Owns: an agent process that is started again when it dies, folders, and the death of everything on the node. Does not
+own: when (`nemesis`, `conductor`). Run folder and shared memory have short names: a Unix socket's path has at most
+107 bytes. Evidence (logs) lies outside of what a lost node loses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from ckptd.chaos.cluster.process import Leashed
+
+AGENT_COMMAND = (sys.executable, "-m", "ckptd.daemon.cli", "agent")
+_GRACE = timedelta(seconds=15)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Folders of one node, and its name: "0", or "0.1" for the first node that took node 0's place."""
+
+    name: str
+    evidence: Path
+    run_dir: Path
+    shm_dir: Path
+
+    @property
+    def data_dir(self) -> Path:
+        """The agent's disk."""
+        return self.evidence / "data"
+
+    @property
+    def socket(self) -> Path:
+        """Where the agent listens for its ranks."""
+        return self.run_dir / "agent.sock"
+
+    @property
+    def events(self) -> Path:
+        """The agents' event log."""
+        return self.evidence / "events.jsonl"
+
+    @property
+    def failpoints(self) -> Path:
+        """One line for each failpoint that fired."""
+        return self.evidence / "failpoints.log"
+
+    @property
+    def agent_log(self) -> Path:
+        """What the agents print."""
+        return self.evidence / "agent.log"
+
+
+class Node:
+    """A machine of the cluster, as far as a process tree can be one. For one thread."""
+
+    def __init__(self, index: int, place: Place, environment: Mapping[str, str], agent: Sequence[str]) -> None:
+        self.index = index
+        self.place = place
+        self.is_paused = False
+        self.is_lost = False
+        self.agent: Leashed | None = None
+        self.ranks: Leashed | None = None
+        """The launcher of this node's ranks; None before the first launch."""
+        self._environment = dict(environment)
+        self._agent_command = list(agent)
+        for folder in (place.evidence, place.data_dir, place.run_dir, place.shm_dir):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    @property
+    def source(self) -> str:
+        """The agent's name in the history."""
+        return f"agent {self.place.name}"
+
+    def start_agent(self, failpoints: str = "") -> None:
+        """Start an agent process on the node's folders; returns before it listens."""
+        place = self.place
+        environment = self._environment | {
+            "CKPTD_FAILPOINTS": failpoints,
+            "CKPTD_FAILPOINT_LOG": str(place.failpoints),
+            "CKPTD_EVENT_LOG": str(place.events),
+        }
+        (place.run_dir / "agent.json").unlink(missing_ok=True)
+        self.agent = Leashed(
+            [
+                *self._agent_command,
+                *("--run-dir", str(place.run_dir)),
+                *("--data-dir", str(place.data_dir)),
+                *("--shm-dir", str(place.shm_dir)),
+                *("--listen", "127.0.0.1:0"),
+                *("--advertise", "127.0.0.1"),
+            ],
+            environment=environment,
+            stdout=place.agent_log,
+        )
+
+    def agent_is_ready(self) -> bool:
+        """Whether the present agent process listens."""
+        if self.agent is None or self.agent.poll() is not None:
+            return False
+        try:
+            told = json.loads((self.place.run_dir / "agent.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return bool(told.get("pid") == self.agent.pid)
+
+    def start_ranks(self, command: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path) -> None:
+        """Start a launcher here."""
+        self.ranks = Leashed(
+            command,
+            environment=self._environment | {"CKPTD_SOCKET": str(self.place.socket)} | dict(environment),
+            stdout=output,
+            stderr=errors,
+        )
+
+    def rank_pids(self) -> dict[int, int]:
+        """Return the process of each rank that lives here."""
+        found: dict[int, int] = {}
+        if self.ranks is not None:
+            for pid in self.ranks.tree():
+                rank = _rank_of(pid)
+                # Parents come first: a rank's own children (data loaders) have its environment too.
+                if rank is not None:
+                    found.setdefault(rank, pid)
+        return found
+
+    def pids(self) -> list[int]:
+        """Return every living process of the node."""
+        return [pid for tree in (self.agent, self.ranks) if tree is not None for pid in tree.tree()]
+
+    def signal_all(self, number: signal.Signals) -> list[int]:
+        """Send a signal to every process of the node at once; return those that got it."""
+        reached = []
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+                reached.append(pid)
+        return reached
+
+    def kill(self) -> None:
+        """Kill every process of the node and wait until they are gone; folders stay. Idempotent."""
+        self.signal_all(signal.SIGKILL)
+        for tree in (self.ranks, self.agent):
+            if tree is not None:
+                tree.kill()
+
+    def lose(self) -> None:
+        """Kill everything at once and remove what the machine held: shared memory, disk, run folder."""
+        self.kill()
+        self.is_lost = True
+        for folder in (self.place.shm_dir, self.place.data_dir, self.place.run_dir):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def end_agent(self) -> int | None:
+        """Ask the agent to end; return its exit code, None when it had to be killed or ran no more."""
+        if self.agent is None or self.agent.poll() is not None:
+            return None
+        self.agent.signal(signal.SIGTERM)
+        code = self.agent.wait(_GRACE)
+        self.agent.kill()
+        return code
+
+    def shared_bytes(self) -> dict[str, int]:
+        """Return the files in the node's shared memory and their sizes in bytes."""
+        files = {}
+        for path in sorted(self.place.shm_dir.rglob("*")):
+            with suppress(FileNotFoundError):
+                if path.is_file():
+                    files[str(path.relative_to(self.place.shm_dir))] = path.stat().st_size
+        return files
+
+
+def _rank_of(pid: int) -> int | None:
+    with suppress(OSError, ValueError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(b"RANK="):
+                return int(entry[5:])
+    return None

@@ -1,0 +1,270 @@
+"""Leads one run from start to end: starts the job, lets the injector hurt it, starts it again, until it is done.
+
+Owns: the loop, restarts of agents and of the job, deadlines. Does not own: judgement (`checkers`). What an operator's
+supervisor and scheduler would do is done here, and nothing else: an agent that died is started again, a job that died
+is ended everywhere and started again, a lost or unreachable node is replaced by a fresh one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from ckptd.chaos.cluster.cluster import Cluster, Launch
+from ckptd.chaos.cluster.node import Node
+from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.history import Event, History
+from ckptd.chaos.nemesis.injector import Injector, Struck
+from ckptd.chaos.nemesis.process import Harm
+from ckptd.chaos.schedule import PlannedFault
+from ckptd.chaos.watch import TICK, Watcher
+
+_MOST_AGENT_STARTS = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Bounds of one run.
+
+    Attributes:
+        run: From the first launch to the end.
+        progress: Longest silence: no step printed, no event, no launch.
+        relaunches: Most launches after the first one.
+        woken: Longest wait for a woken zombie to say that it is fenced, once the job is done.
+    """
+
+    run: timedelta = timedelta(seconds=600)
+    progress: timedelta = timedelta(seconds=150)
+    relaunches: int = 4
+    woken: timedelta = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Performance:
+    """How a run went.
+
+    Attributes:
+        history: All that was seen.
+        finished: The script ended with 0 on all nodes.
+        launches: How often it was started.
+        struck: Each scheduled fault's fate.
+        why: Why it did not finish; empty if it did.
+        agent_ends: Exit code of each agent that was asked to end; None where it had to be killed.
+        leaks: Processes and folders that were left.
+        shared: Files left in the nodes' shared memory before it was removed, in bytes, by node and file.
+    """
+
+    history: History
+    finished: bool
+    launches: int
+    struck: tuple[Struck, ...]
+    why: str
+    agent_ends: Mapping[str, int | None]
+    leaks: tuple[str, ...]
+    shared: Mapping[str, Mapping[str, int]]
+
+
+class Conductor:
+    """One run. Use once; for one thread.
+
+    Args:
+        cluster: Not yet started; `perform` closes it.
+        script: Script and arguments, placeholders filled.
+        environment: Variables of the ranks.
+        faults: What strikes, in order.
+        limits: Deadlines.
+        observe: Is told each event as it is seen, ours included.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        script: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        faults: Sequence[PlannedFault] = (),
+        limits: Limits,
+        observe: Callable[[Event], None] = lambda _event: None,
+    ) -> None:
+        self._cluster, self._script, self._environment = cluster, list(script), environment
+        self._limits, self._observe = limits, observe
+        self._history = History()
+        self._watcher = Watcher(self._history)
+        self._injector = Injector(faults, cluster, self._history)
+        self._seen = 0
+        self._harmed: set[int] = set()
+        self._agent_starts = 0
+        self._launch_was_harmed = False
+        self._launch_is_given_up = False
+        # (source, kind) of the event that says: the job runs again.
+        self._arm_at: tuple[str, str] | None = None
+
+    def perform(self) -> Performance:
+        """Run until the script has ended well, or cannot any more; nothing is left running.
+
+        Raises:
+            ProcessError: An agent or a launcher could not be started at all.
+        """
+        try:
+            self._cluster.start(once=self._injector.first_failpoints())
+            launch = self._launch()
+            launch, why = self._conduct(launch)
+            launch.end()
+            self._settle()
+            shared = {node.place.name: node.shared_bytes() for node in self._cluster.nodes}
+            ends = self._cluster.end_agents()
+            self._notice()
+        finally:
+            self._cluster.close()
+        return Performance(
+            history=self._history,
+            finished=not why,
+            launches=launch.number,
+            struck=tuple(self._injector.struck),
+            why=why,
+            agent_ends=ends,
+            leaks=tuple(self._cluster.leaks()),
+            shared=shared,
+        )
+
+    def _conduct(self, launch: Launch) -> tuple[Launch, str]:
+        """Lead to the end; return the last launch and why the job did not finish ("" if it did)."""
+        end = time.monotonic() + self._limits.run.total_seconds()
+        quiet_since = time.monotonic()
+        while True:
+            new = self._notice()
+            if new:
+                quiet_since = time.monotonic()
+            self._suffer(self._injector.look(new))
+            self._supervise(launch)
+            if launch.succeeded():
+                return launch, ""
+            if launch.failed() or self._launch_is_given_up:
+                launch = self._end(launch)
+                if launch.number > self._limits.relaunches:
+                    return launch, f"the job died {launch.number} times: {launch.error_tail()}"
+                launch = self._launch()
+                quiet_since = time.monotonic()
+            now = time.monotonic()
+            if now > end:
+                return launch, self._late("the run", self._limits.run)
+            if now > quiet_since + self._limits.progress.total_seconds():
+                return launch, self._late("the next sign of progress", self._limits.progress)
+            time.sleep(TICK.total_seconds())
+
+    def _notice(self) -> list[Event]:
+        """Take in what is new, tell the observer, and return it, our own events included."""
+        self._watcher.poll()
+        new = self._history.since(self._seen)
+        self._seen += len(new)
+        for event in new:
+            if (event.source, event.kind) == self._arm_at:
+                self._injector.arm()
+                self._arm_at = None
+            self._observe(event)
+        return new
+
+    def _say(self, kind: str, **fields: object) -> None:
+        self._history.add(Event(t=time.time(), source="harness", kind=kind, fields=fields))
+
+    def _launch(self) -> Launch:
+        self._cluster.await_agents()
+        for node in self._cluster.nodes:
+            self._watcher.follow_events(node.place.events, node.source)
+        launch = self._cluster.launch(self._script, self._environment)
+        for node in launch.nodes:
+            self._watcher.follow_output(launch.outputs[node.index], f"script {launch.number}")
+            self._watcher.follow_events(self._cluster.client_events(node, launch.number), f"client {node.index}")
+        if launch.number > 1:
+            self._arm_at = (f"script {launch.number}", "step")
+        self._launch_was_harmed = self._launch_is_given_up = False
+        self._say("launched", launch=launch.number)
+        return launch
+
+    def _end(self, launch: Launch) -> Launch:
+        """End a launch that failed, everywhere; start dead agents again."""
+        codes = launch.codes()
+        launch.end()
+        self._notice()
+        self._say(
+            "exited",
+            launch=launch.number,
+            codes={str(index): code for index, code in codes.items()},
+            by_fault=self._launch_was_harmed,
+            text="" if self._launch_was_harmed else launch.error_tail(),
+        )
+        self._supervise(launch)
+        return launch
+
+    def _suffer(self, harm: Harm | None) -> None:
+        """Follow up what a fault did."""
+        if harm is None:
+            return
+        self._harmed |= set(harm.pids)
+        self._launch_was_harmed = True
+        self._launch_is_given_up |= harm.is_silent
+        for node in harm.replace:
+            fresh = self._cluster.replace(node)
+            self._say("node_replaced", node=node.place.name, by=fresh.place.name)
+        # The next fault waits for a job that runs again, or for the agent's return.
+        if harm.ends_launch:
+            self._arm_at = None
+        elif self._agent_died(harm):
+            self._arm_at = ("harness", "agent_started")
+        else:
+            self._injector.arm()
+
+    def _agent_died(self, harm: Harm) -> bool:
+        return any(node.agent is not None and node.agent.pid in harm.pids for node in self._cluster.nodes)
+
+    def _supervise(self, launch: Launch) -> None:
+        """Start agents again that died, as an operator's supervisor does."""
+        for node in self._cluster.nodes:
+            if node.agent is None or (code := node.agent.poll()) is None:
+                continue
+            if self._agent_starts >= _MOST_AGENT_STARTS:
+                raise ProcessError(f"{node.source} died {self._agent_starts} times; see {node.place.agent_log}")
+            self._agent_starts += 1
+            self._say(
+                "agent_died",
+                agent=node.place.name,
+                code=code,
+                by_fault=node.agent.pid in self._harmed or _killed_itself(node),
+                launch=launch.number,
+            )
+            self._cluster.start_agent(node)
+            self._say("agent_started", agent=node.place.name)
+
+    def _settle(self) -> None:
+        """The job is done: wake what is still paused, and wait until a zombie has seen that it is fenced."""
+        self._notice()
+        fault = self._injector.pending
+        if fault is not None and fault.do == "continue":
+            self._suffer(self._injector.strike_now())
+        zombies = {node.source for node in self._cluster.gone if not node.is_lost and not node.is_paused}
+        if not zombies:
+            return
+        end = time.monotonic() + self._limits.woken.total_seconds()
+        while time.monotonic() < end:
+            self._notice()
+            fenced = {event.source for event in self._history.of("fenced", source="agent")}
+            gone = [n for n in self._cluster.gone if n.source in zombies and n.agent and n.agent.poll() is not None]
+            if zombies <= fenced | {node.source for node in gone}:
+                return
+            time.sleep(TICK.total_seconds())
+
+    def _late(self, what: str, limit: timedelta) -> str:
+        self._say("deadline", what=what, seconds=limit.total_seconds())
+        last = self._history.last("step", "restored", "decided", "staged", "launched")
+        seen = f"{last.kind} {dict(last.fields)} from {last.source}" if last is not None else "nothing"
+        return f"{what} did not come within {limit.total_seconds():.0f} s; last seen: {seen}"
+
+
+def _killed_itself(node: Node) -> bool:
+    """Whether the agent's present process died at a failpoint."""
+    if node.agent is None or not node.place.failpoints.exists():
+        return False
+    lines = node.place.failpoints.read_text(encoding="utf-8").splitlines()
+    return any(line.startswith(f"{node.agent.pid} ") and line.split()[2] in ("kill", "exit") for line in lines)

@@ -1,0 +1,126 @@
+"""What a run leaves for comparison: losses, the script's own SHA-256 lists, and the facts of its root.
+
+Owns: reading the script's digest files, and the form in which evidence is cached. Does not own: judgement. The lists
+are the script's own work on its live tensors and objects; nothing of ckptd goes into them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ckptd.chaos.history import History
+from ckptd.chaos.root import DecisionFact, RootFacts
+
+
+class EvidenceError(Exception):
+    """Evidence cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigestList:
+    """SHA-256 of what one rank holds at one moment.
+
+    Attributes:
+        step: The step it stands after.
+        rank: Whose.
+        when: "step" after training it, "restore" after bringing it back.
+        loss: Printed loss as hex float, None if the script says none.
+        sha256: Digest by name of tensor or object.
+    """
+
+    step: int
+    rank: int
+    when: str
+    loss: str | None
+    sha256: Mapping[str, str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """All of one run.
+
+    Attributes:
+        losses: (step, hex float) in the order they were printed, over all launches.
+        digests: In the order of the files, rank by rank.
+        root: What its root says; None where nobody looked.
+    """
+
+    losses: tuple[tuple[int, str], ...] = ()
+    digests: tuple[DigestList, ...] = ()
+    root: RootFacts | None = field(default=None)
+
+    def last_step(self) -> int | None:
+        """Return the highest step printed."""
+        return max((step for step, _ in self.losses), default=None)
+
+    def to_json(self) -> str:
+        """Return what `from_json` reads."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Evidence:
+        """Return the evidence that `to_json` wrote.
+
+        Raises:
+            EvidenceError: It was written by another version, or is damaged.
+        """
+        try:
+            told = json.loads(text)
+            root = told["root"]
+            if root is not None:
+                root["decisions"] = tuple(DecisionFact(**fact) for fact in root["decisions"])
+                root["listed"] = tuple((step, timeline) for step, timeline in root["listed"])
+                root["timelines"], root["problems"] = tuple(root["timelines"]), tuple(root["problems"])
+            return cls(
+                losses=tuple((step, loss) for step, loss in told["losses"]),
+                digests=tuple(DigestList(**entry) for entry in told["digests"]),
+                root=None if root is None else RootFacts(**root),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise EvidenceError(f"the evidence cannot be read: {error!r}") from None
+
+
+def losses_of(history: History) -> tuple[tuple[int, str], ...]:
+    """Return the losses that the script printed."""
+    return tuple(
+        (event.step, str(event.fields["loss"]))
+        for event in history.of("step", source="script")
+        if event.step is not None
+    )
+
+
+def read_digests(prefix: Path) -> tuple[DigestList, ...]:
+    """Read the files `prefix`.RANK; none is no error.
+
+    A last line without an end belongs to a rank that died while it wrote, and is left out.
+
+    Raises:
+        EvidenceError: Names file and line that cannot be read.
+    """
+    found: list[DigestList] = []
+    for path in sorted(prefix.parent.glob(f"{prefix.name}.*"), key=_rank_of_file):
+        found += _parse_lists(path.read_text(encoding="utf-8").split("\n")[:-1], path)
+    return tuple(found)
+
+
+def _rank_of_file(path: Path) -> tuple[int, str]:
+    suffix = path.suffix.removeprefix(".")
+    return (int(suffix) if suffix.isdigit() else -1, path.name)
+
+
+def _parse_lists(lines: Iterable[str], path: Path) -> Iterable[DigestList]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            told = json.loads(line)
+            yield DigestList(
+                step=int(told["step"]),
+                rank=int(told["rank"]),
+                when=str(told.get("when", "step")),
+                loss=told.get("loss"),
+                sha256={str(name): str(digest) for name, digest in told["sha256"].items()},
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise EvidenceError(f"{path}:{number}: no list of digests: {error!r}") from None

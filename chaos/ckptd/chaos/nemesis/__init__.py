@@ -1,0 +1,1 @@
+"""What hurts a cluster, one kind of harm a module."""

@@ -1,0 +1,96 @@
+"""The report of a trial: for people (rich) and for programs (JSON).
+
+Owns: how a verdict is told. Invariant: every report holds the seed and the line that runs the same trial again.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ckptd.chaos.accounts import Account
+from ckptd.chaos.verdict import Finding, Verdict
+
+_COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNKNOWN: "yellow"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """A trial and its verdict.
+
+    Attributes:
+        scenario: Name.
+        title: Its title.
+        nnodes: Number of nodes.
+        nproc: Ranks on each.
+        store: "local" or "s3".
+        seed: What decided the open choices.
+        command: Script and arguments as given.
+        out: Folder of the evidence.
+        findings: One per check.
+        accounts: One per fault.
+        launches: How often the hurt job was started.
+        verdict: Over all findings.
+        seconds: The whole trial took.
+    """
+
+    scenario: str
+    title: str
+    nnodes: int
+    nproc: int
+    store: str
+    seed: int
+    command: tuple[str, ...]
+    out: Path
+    findings: tuple[Finding, ...] = ()
+    accounts: tuple[Account, ...] = ()
+    launches: int = 0
+    verdict: Verdict = Verdict.UNKNOWN
+    seconds: float = 0.0
+
+    @property
+    def replay(self) -> str:
+        """The command line that runs the same trial again."""
+        options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
+        options += ["--seed", str(self.seed)]
+        return shlex.join(["ckptd", "chaos", "run", self.scenario, *options, "--", *self.command])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values for JSON."""
+        return asdict(self) | {"out": str(self.out), "command": list(self.command), "replay": self.replay}
+
+
+def render(report: Report, console: Console) -> None:
+    """Print a report for people."""
+    size = f"{report.nnodes} x {report.nproc} ranks, {report.store}, seed {report.seed}"
+    console.print(f"[bold]{escape(report.scenario)}[/bold]: {escape(report.title)}  [dim]({size})[/dim]")
+    for account in report.accounts:
+        console.print(f"  {_account_line(account)}")
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    for finding in report.findings:
+        colour = _COLOURS[finding.verdict]
+        table.add_row(f"[{colour}]{finding.verdict}[/{colour}]", finding.check, escape(finding.text))
+    console.print(table)
+    colour = _COLOURS[report.verdict]
+    console.print(f"[bold {colour}]{report.verdict}[/bold {colour}] in {report.seconds:.0f} s; evidence: {report.out}")
+    if report.verdict is not Verdict.PASS:
+        console.print(f"again: {escape(report.replay)}", soft_wrap=True)
+
+
+def _account_line(account: Account) -> str:
+    if not account.fired:
+        return f"[red]did not fire[/red]: {account.kind} {account.target} at {account.moment}: {escape(account.note)}"
+    text = f"{account.kind} {account.target} at {account.moment} (step {account.step})"
+    if account.restored_from is not None:
+        text += f" → step {account.restored_step} from {account.restored_from}, {account.lost_steps} steps lost"
+    elif account.relaunched:
+        text += " → began anew"
+    if account.recovery_s is not None:
+        text += f", training again after {account.recovery_s:.1f} s"
+    return escape(text)

@@ -1,0 +1,101 @@
+"""Scenarios as values: what is hurt, when, and what must be seen afterwards.
+
+Owns: the words. Does not own: their spelling in TOML (`scenario_reader`), which rank "any" is (`schedule`), nor how a
+fault is done (`nemesis`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+DEEDS = ("kill", "stop", "continue", "lose")
+TARGETS = ("rank", "agent", "node", "coordinator", "all")
+TIERS = ("memory", "store")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Whom a fault hurts.
+
+    Attributes:
+        kind: One of TARGETS; "coordinator" is the node that plays it.
+        which: A number, "any" (the seed chooses) or "last"; None for coordinator and all.
+    """
+
+    kind: str
+    which: int | str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """When a fault strikes; exactly one of step, event and failpoint is set.
+
+    Attributes:
+        step: When the script has printed this step.
+        event: When an event of this kind stands in an event log, of the target where the event names rank or node.
+        failpoint: When the target's agent passes this failpoint.
+        nth: The how many-th such event, or pass of the failpoint.
+        then: "step": not at the event itself, but at the next step that the script prints.
+        before: Kind of event that must not have come before for the same step: else the fault came too late to prove
+            anything, and the verdict is unknown.
+    """
+
+    step: int | None = None
+    event: str | None = None
+    failpoint: str | None = None
+    nth: int = 1
+    then: str | None = None
+    before: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that is done to the job. Faults strike in order, each after the one before it."""
+
+    do: str
+    target: Target
+    at: Moment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """What must be seen besides equal bits.
+
+    Attributes:
+        restored_from: Tiers the launch after the last fault may restore from; empty: anything.
+        restored_step: "fault": the first launch after the first fault goes on from the very step that was in flight.
+        committed: "fault": the step that was in flight at the first fault is listed in the end, saved by that run.
+        relaunches: Fewest and most launches after the first one; None: as many as faults that end a launch.
+        fenced: A process that was stopped and woken reports that it is fenced.
+    """
+
+    restored_from: tuple[str, ...] = ()
+    restored_step: str | None = None
+    committed: str | None = None
+    relaunches: tuple[int, int] | None = None
+    fenced: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """A scenario file.
+
+    Attributes:
+        name: Name of the file without ".toml".
+        title: One line: what happens.
+        proves: One line: the promise that is at stake.
+        min_nodes: Fewest nodes it makes sense with.
+        min_ranks: Fewest ranks.
+        agent_failpoints: Failpoints of every agent all the time, e.g. to slow uploads down.
+        faults: In the order they strike.
+        expect: What must be seen.
+    """
+
+    name: str
+    title: str
+    proves: str = ""
+    min_nodes: int = 1
+    min_ranks: int = 1
+    agent_failpoints: str = ""
+    faults: tuple[Fault, ...] = ()
+    expect: Expectation = field(default_factory=Expectation)

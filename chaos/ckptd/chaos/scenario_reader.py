@@ -1,0 +1,222 @@
+"""Reads scenarios from TOML, and refuses what is wrong: file, line, and what is allowed.
+
+Owns: the form of a scenario file. Does not own: the words (`scenario`). Invariant: a scenario that was read names
+only faults, targets and expectations that exist.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from ckptd.chaos.scenario import DEEDS, TARGETS, TIERS, Expectation, Fault, Moment, Scenario, Target
+
+# Deeds that make sense for a target: only a node has something to lose.
+_DEEDS_OF = {
+    "rank": ("kill", "stop", "continue"),
+    "agent": ("kill", "stop", "continue"),
+    "node": DEEDS,
+    "coordinator": DEEDS,
+    "all": ("kill", "lose"),
+}
+_MOMENT_KEYS = ("step", "event", "failpoint", "nth", "then", "before")
+
+
+class ScenarioError(ValueError):
+    """A scenario cannot be used; the text says file, line and what is allowed."""
+
+
+def scenario_names() -> list[str]:
+    """Return the names of the scenarios of the package, sorted."""
+    folder = resources.files("ckptd.chaos.scenarios")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load(name: str) -> Scenario:
+    """Return the scenario of the package by name, or read the file where `name` is a path that ends in .toml.
+
+    Raises:
+        ScenarioError: There is none, or it is wrong.
+    """
+    if name.endswith(".toml"):
+        path = Path(name)
+        if not path.is_file():
+            raise ScenarioError(f"there is no scenario file {name}")
+        return parse(path.read_text(encoding="utf-8"), name=path.stem, source=name)
+    if name not in scenario_names():
+        raise ScenarioError(f"there is no scenario {name!r}; there are: {', '.join(scenario_names())}")
+    text = (resources.files("ckptd.chaos.scenarios") / f"{name}.toml").read_text(encoding="utf-8")
+    return parse(text, name=name, source=f"{name}.toml")
+
+
+def parse(text: str, *, name: str, source: str) -> Scenario:
+    """Return the scenario that `text` describes.
+
+    Raises:
+        ScenarioError: Names source, line and the allowed words.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ScenarioError(f"{source}: {error}") from None
+    return _Reader(text, source).scenario(table, name)
+
+
+class _Reader:
+    """Turns tables into values; knows the text only to say in which line something stands."""
+
+    def __init__(self, text: str, source: str) -> None:
+        self._lines = _lines_of_keys(text)
+        self._source = source
+
+    def scenario(self, table: Mapping[str, object], name: str) -> Scenario:
+        self._only(table, ("title", "proves", "needs", "failpoints", "fault", "expect"), "")
+        needs = self._table(table, "needs", ("nodes", "ranks"))
+        failpoints = self._table(table, "failpoints", ("agents",))
+        faults = table.get("fault")
+        if not isinstance(faults, list) or not faults:
+            raise self._error("fault", "a scenario has at least one [[fault]]")
+        return Scenario(
+            name=name,
+            title=self._text(table, "title", "title") or name,
+            proves=self._text(table, "proves", "proves") or "",
+            min_nodes=self._number(needs, "nodes", "needs.nodes") or 1,
+            min_ranks=self._number(needs, "ranks", "needs.ranks") or 1,
+            agent_failpoints=self._text(failpoints, "agents", "failpoints.agents") or "",
+            faults=tuple(self._fault(entry, f"fault[{index}]") for index, entry in enumerate(faults)),
+            expect=self._expectation(self._table(table, "expect", tuple(Expectation.__dataclass_fields__))),
+        )
+
+    def _fault(self, table: Mapping[str, object], where: str) -> Fault:
+        self._only(table, ("do", "target", "at"), where)
+        target = self._target(self._text(table, "target", f"{where}.target") or "", f"{where}.target")
+        do = self._choice(table, "do", DEEDS, f"{where}.do")
+        if do is None:
+            raise self._error(f"{where}.do", f"a fault needs do, one of {', '.join(DEEDS)}")
+        if do not in _DEEDS_OF[target.kind]:
+            allowed = ", ".join(_DEEDS_OF[target.kind])
+            raise self._error(f"{where}.do", f"{do} cannot be done to {target.kind}; allowed: {allowed}")
+        moment = self._moment(self._table(table, "at", _MOMENT_KEYS, f"{where}.at"), f"{where}.at")
+        if moment.failpoint and (target.kind not in ("agent", "coordinator") or do not in ("kill", "stop")):
+            raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
+        if moment.failpoint and not where.endswith("[0]"):
+            # Failpoints are given to an agent at its start.
+            raise self._error(f"{where}.at", "only the first fault may wait for a failpoint")
+        return Fault(do=do, target=target, at=moment)
+
+    def _target(self, text: str, where: str) -> Target:
+        kind, _, which = text.partition(" ")
+        if kind not in TARGETS:
+            raise self._error(where, f"unknown target {text!r}; allowed: {_target_forms()}")
+        if kind in ("coordinator", "all"):
+            if which:
+                raise self._error(where, f"{kind} takes no number; allowed: {_target_forms()}")
+            return Target(kind=kind)
+        if which in ("any", "last"):
+            return Target(kind=kind, which=which)
+        if not which.isdigit():
+            raise self._error(where, f"{text!r} does not say which {kind}; allowed: {_target_forms()}")
+        return Target(kind=kind, which=int(which))
+
+    def _moment(self, table: Mapping[str, object], where: str) -> Moment:
+        moment = Moment(
+            step=self._number(table, "step", where),
+            event=self._text(table, "event", where),
+            failpoint=self._text(table, "failpoint", where),
+            nth=self._number(table, "nth", where) or 1,
+            then=self._choice(table, "then", ("step",), where),
+            before=self._text(table, "before", where),
+        )
+        if sum(part is not None for part in (moment.step, moment.event, moment.failpoint)) != 1:
+            raise self._error(where, "at needs exactly one of step, event, failpoint")
+        if (moment.then or moment.before) and moment.event is None:
+            raise self._error(where, "then and before go with event only")
+        return moment
+
+    def _expectation(self, table: Mapping[str, object]) -> Expectation:
+        tiers = table.get("restored_from", [])
+        if not isinstance(tiers, list) or any(tier not in TIERS for tier in tiers):
+            raise self._error("expect.restored_from", f"restored_from is a list of: {', '.join(TIERS)}")
+        relaunches = table.get("relaunches")
+        if relaunches is not None and not (
+            isinstance(relaunches, list) and len(relaunches) == 2 and all(isinstance(n, int) for n in relaunches)
+        ):
+            raise self._error("expect.relaunches", "relaunches is [fewest, most]")
+        fenced = table.get("fenced", False)
+        if not isinstance(fenced, bool):
+            raise self._error("expect.fenced", "fenced is true or false")
+        return Expectation(
+            restored_from=tuple(tiers),
+            restored_step=self._choice(table, "restored_step", ("fault",), "expect.restored_step"),
+            committed=self._choice(table, "committed", ("fault",), "expect.committed"),
+            relaunches=(relaunches[0], relaunches[1]) if relaunches is not None else None,
+            fenced=fenced,
+        )
+
+    def _table(
+        self, table: Mapping[str, object], key: str, allowed: tuple[str, ...], where: str = ""
+    ) -> Mapping[str, object]:
+        where = where or key
+        value = table.get(key, {})
+        if not isinstance(value, dict):
+            raise self._error(where, f"{key} is a table")
+        self._only(value, allowed, where)
+        return value
+
+    def _only(self, table: Mapping[str, object], allowed: tuple[str, ...], where: str) -> None:
+        for key in table:
+            if key not in allowed:
+                full = f"{where}.{key}" if where else key
+                raise self._error(full, f"unknown key {key!r}; allowed: {', '.join(allowed)}")
+
+    def _choice(self, table: Mapping[str, object], key: str, allowed: tuple[str, ...], where: str) -> str | None:
+        value = self._text(table, key, where)
+        if value is not None and value not in allowed:
+            raise self._error(where, f"{key} is {value!r}; allowed: {', '.join(allowed)}")
+        return value
+
+    def _text(self, table: Mapping[str, object], key: str, where: str) -> str | None:
+        value = table.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self._error(where, f"{key} is a text, not {value!r}")
+        return value
+
+    def _number(self, table: Mapping[str, object], key: str, where: str) -> int | None:
+        value = table.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise self._error(where, f"{key} is a whole number from 1, not {value!r}")
+        return value
+
+    def _error(self, where: str, text: str) -> ScenarioError:
+        # The nearest key above that has a line: an inline table's keys stand in its own line.
+        path = where
+        while path and path not in self._lines:
+            path = path.rpartition(".")[0]
+        return ScenarioError(f"{self._source}:{self._lines.get(path, 1)}: {text}")
+
+
+def _target_forms() -> str:
+    forms = [f"{kind} N|any|last" for kind in TARGETS if kind not in ("coordinator", "all")]
+    return ", ".join([*forms, "coordinator", "all"])
+
+
+def _lines_of_keys(text: str) -> dict[str, int]:
+    """Return the line of each table and key, tables of an array as `fault[0]`; tomllib does not tell."""
+    lines: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    prefix = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if array := re.match(r"\s*\[\[\s*([\w.-]+)\s*\]\]", line):
+            index = counts[array[1]] = counts.get(array[1], -1) + 1
+            prefix = f"{array[1]}[{index}]"
+            lines.setdefault(prefix, number)
+            lines.setdefault(array[1], number)
+        elif table := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
+            prefix = table[1]
+            lines.setdefault(prefix, number)
+        elif key := re.match(r"\s*([\w-]+)\s*=", line):
+            lines.setdefault(f"{prefix}.{key[1]}" if prefix else key[1], number)
+    return lines

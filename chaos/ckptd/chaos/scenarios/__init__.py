@@ -1,0 +1,1 @@
+"""Scenario files of the package, read as data."""

@@ -1,0 +1,171 @@
+"""A trial: the script once undisturbed, once hurt, and the verdict.
+
+Owns: the order of things and the folders of a trial. Does not own: how a run is led (`conductor`) nor what is right
+(`checkers`). `perform` is also what a program of its own uses to lead single runs (see examples/demo.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptd.chaos import cache
+from ckptd.chaos.accounts import accounts
+from ckptd.chaos.checkers import check
+from ckptd.chaos.checkers.case import Case
+from ckptd.chaos.cluster.cluster import Cluster
+from ckptd.chaos.cluster.launcher import Launcher, Torchrun
+from ckptd.chaos.cluster.node import AGENT_COMMAND
+from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.cluster.store import Store, open_store
+from ckptd.chaos.conductor import Conductor, Limits, Performance
+from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, read_digests
+from ckptd.chaos.history import Event
+from ckptd.chaos.report import Report
+from ckptd.chaos.root import RootFacts, read_root
+from ckptd.chaos.scenario import Scenario
+from ckptd.chaos.schedule import PlannedFault, schedule
+from ckptd.chaos.verdict import Finding, Verdict, overall
+from ckptd.storage_backends.errors import StorageError
+
+JOB = "chaos"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Where runs take place.
+
+    Attributes:
+        nnodes: Number of nodes.
+        nproc: Ranks on each.
+        command: Script and arguments; {root}, {digests} and {out} in them are filled for each run.
+        out: Folder of all evidence.
+        limits: Deadlines.
+        agent: Command of an agent.
+        launcher: Makes the launcher of a run from its folder.
+        read_root: Reads a root's facts (URL, variables of the store); None: roots are not read.
+        observe: Is told (name of the run, event) as events are seen.
+    """
+
+    nnodes: int
+    nproc: int
+    command: tuple[str, ...]
+    out: Path
+    limits: Limits
+    agent: tuple[str, ...] = AGENT_COMMAND
+    launcher: Callable[[Path], Launcher] = Torchrun
+    read_root: Callable[..., RootFacts] | None = read_root
+    observe: Callable[[str, Event], None] = lambda _run, _event: None
+
+
+class TrialError(Exception):
+    """A run could not be led at all, so that nothing can be said."""
+
+
+def perform(
+    stage: Stage, store: Store, name: str, *, faults: Sequence[PlannedFault] = (), agent_failpoints: str = ""
+) -> tuple[Performance, Evidence]:
+    """Lead one run in the folder `name` of the stage; return how it went and what it left.
+
+    Raises:
+        TrialError: An agent or a launcher could not be started, or the evidence cannot be read.
+    """
+    folder = stage.out / name
+    digests = folder / "digests" / "list"
+    digests.parent.mkdir(parents=True, exist_ok=False)
+    root = store.root(name)
+    filled = {"{root}": root, "{digests}": str(digests), "{out}": str(folder / "out.json")}
+    script = [_filled(part, filled) for part in stage.command]
+    cluster = Cluster(
+        nnodes=stage.nnodes,
+        nproc=stage.nproc,
+        folder=folder,
+        launcher=stage.launcher(folder),
+        environment=store.environment(),
+        agent=stage.agent,
+        failpoints=agent_failpoints,
+    )
+    conductor = Conductor(
+        cluster,
+        script,
+        environment={"CKPTD_ROOT": root, "CKPTD_JOB": JOB},
+        faults=faults,
+        limits=stage.limits,
+        observe=lambda event: stage.observe(name, event),
+    )
+    try:
+        performance = conductor.perform()
+        facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
+        evidence = Evidence(losses=losses_of(performance.history), digests=read_digests(digests), root=facts)
+    except (ProcessError, EvidenceError, StorageError) as error:
+        raise TrialError(f"the {name} run cannot be judged: {error}") from error
+    return performance, evidence
+
+
+def run_trial(stage: Stage, scenario: Scenario, *, store: str, seed: int, cache_folder: Path | None) -> Report:
+    """Run a scenario and judge it.
+
+    Args:
+        stage: Where.
+        scenario: What is done.
+        store: "local" or "s3".
+        seed: Decides what the scenario leaves open.
+        cache_folder: Where undisturbed runs are kept; None: run it anew, and keep nothing.
+
+    Raises:
+        ScheduleError: The scenario does not fit the number of nodes and ranks.
+    """
+    faults = schedule(scenario, nnodes=stage.nnodes, nproc=stage.nproc, seed=seed)
+    begun = time.monotonic()
+    report = Report(
+        scenario=scenario.name,
+        title=scenario.title,
+        nnodes=stage.nnodes,
+        nproc=stage.nproc,
+        store=store,
+        seed=seed,
+        command=stage.command,
+        out=stage.out,
+    )
+    try:
+        with open_store(store, stage.out / "store") as opened:
+            undisturbed = _undisturbed(stage, opened, store, cache_folder)
+            performance, hurt = perform(
+                stage, opened, "hurt", faults=faults, agent_failpoints=scenario.agent_failpoints
+            )
+        told = tuple(accounts(performance, nproc=stage.nproc))
+        case = Case(scenario=scenario, undisturbed=undisturbed, hurt=hurt, performance=performance, accounts=told)
+        report = replace(report, findings=tuple(check(case)), accounts=told, launches=performance.launches)
+    except (TrialError, RuntimeError, TimeoutError, OSError) as error:
+        finding = Finding(check="trial", verdict=Verdict.UNKNOWN, text=str(error))
+        report = replace(report, findings=(finding,))
+    return replace(report, verdict=overall(report.findings), seconds=round(time.monotonic() - begun, 3))
+
+
+def _undisturbed(stage: Stage, store: Store, kind: str, cache_folder: Path | None) -> Evidence:
+    key = ""
+    if cache_folder is not None:
+        code = cache.code_digest(Path(stage.command[0]))
+        key = cache.cache_key(stage.command, nnodes=stage.nnodes, nproc=stage.nproc, store=kind, code=code)
+        if (known := cache.load(cache_folder, key)) is not None:
+            return known
+    performance, evidence = perform(stage, store, "undisturbed")
+    if not performance.finished or performance.launches != 1:
+        why = performance.why or _first_death(performance)
+        raise TrialError(f"the script does not get through undisturbed: {why}")
+    if cache_folder is not None:
+        cache.save(cache_folder, key, evidence)
+    return evidence
+
+
+def _first_death(performance: Performance) -> str:
+    died = performance.history.of("exited", "agent_died", source="harness")
+    return str(dict(died[0].fields)) if died else "it was started more than once"
+
+
+def _filled(part: str, values: dict[str, str]) -> str:
+    for placeholder, value in values.items():
+        part = part.replace(placeholder, value)
+    return part

@@ -1,0 +1,105 @@
+"""Scenario files: what is refused and how, and what the package's own ones say."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptd.chaos.scenario import Fault, Moment, Target
+from ckptd.chaos.scenario_reader import ScenarioError, load, parse, scenario_names
+
+GOOD = """\
+title = "t"
+
+[failpoints]
+agents = "uploader.before_put=delay:0.1"
+
+[[fault]]
+do = "kill"
+target = "rank any"
+at = { event = "staged", nth = 2, before = "sealed" }
+
+[[fault]]
+do = "lose"
+target = "node 1"
+at = { step = 12 }
+
+[expect]
+restored_from = ["memory"]
+restored_step = "fault"
+relaunches = [2, 2]
+"""
+
+
+def test_a_scenario_says_whom_what_and_when() -> None:
+    """Every word of a file reaches the values."""
+    read = parse(GOOD, name="x", source="x.toml")
+    assert read.agent_failpoints == "uploader.before_put=delay:0.1"
+    assert read.faults == (
+        Fault(do="kill", target=Target(kind="rank", which="any"), at=Moment(event="staged", nth=2, before="sealed")),
+        Fault(do="lose", target=Target(kind="node", which=1), at=Moment(step=12)),
+    )
+    assert read.expect.restored_from == ("memory",)
+    assert read.expect.relaunches == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ('do = "kill"', 'do = "maim"', 7, "'maim'; allowed: kill, stop, continue, lose"),
+        ('target = "rank any"', 'target = "cable 3"', 8, "unknown target 'cable 3'; allowed: rank N|any|last"),
+        ('target = "rank any"', 'target = "rank"', 8, "does not say which rank"),
+        ('target = "node 1"', 'target = "rank 1"', 12, "lose cannot be done to rank; allowed: kill, stop, continue"),
+        ("nth = 2", "nht = 2", 9, "unknown key 'nht'; allowed: step, event, failpoint, nth, then, before"),
+        ("nth = 2", "nth = 0", 9, "whole number from 1"),
+        ("{ step = 12 }", "{ }", 14, "exactly one of step, event, failpoint"),
+        ("{ step = 12 }", '{ step = 12, event = "x" }', 14, "exactly one of step, event, failpoint"),
+        ("{ step = 12 }", '{ failpoint = "x" }', 14, "a failpoint kills or stops an agent"),
+        ('restored_from = ["memory"]', 'restored_from = ["moon"]', 17, "memory, store"),
+        ("[expect]", "[expects]", 16, "unknown key 'expects'; allowed: title, proves, needs, failpoints, fault"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_line_and_allowed_words(old: str, new: str, line: int, words: str) -> None:
+    """An unknown key, target, deed or moment names its line and what may stand there."""
+    with pytest.raises(ScenarioError) as caught:
+        parse(GOOD.replace(old, new, 1), name="x", source="x.toml")
+    assert str(caught.value).startswith(f"x.toml:{line}: ")
+    assert words in str(caught.value)
+
+
+def test_toml_that_is_none_is_refused_with_its_place() -> None:
+    """A syntax error is a scenario error with the parser's own position."""
+    with pytest.raises(ScenarioError, match=r"x\.toml: .*line 1"):
+        parse("title = \n", name="x", source="x.toml")
+
+
+def test_only_the_first_fault_may_wait_for_a_failpoint() -> None:
+    """Failpoints are given to agents at their start, so a later fault cannot use one."""
+    text = GOOD.replace('"node 1"', '"agent 1"').replace('"lose"', '"kill"').replace("step = 12", 'failpoint = "a"')
+    with pytest.raises(ScenarioError, match="only the first fault"):
+        parse(text, name="x", source="x.toml")
+
+
+def test_every_scenario_of_the_package_can_be_read() -> None:
+    """All nine are there, and each says what it proves."""
+    assert scenario_names() == [
+        "agent-killed-mid-upload",
+        "coordinator-killed-after-decision",
+        "coordinator-killed-before-decision",
+        "everything-killed",
+        "everything-lost",
+        "node-lost",
+        "rank-killed-between-saves",
+        "rank-killed-while-uploading",
+        "zombie-coordinator",
+    ]
+    for name in scenario_names():
+        read = load(name)
+        assert read.title
+        assert read.proves
+        assert read.faults
+
+
+def test_an_unknown_scenario_is_refused_with_all_names() -> None:
+    """Whoever mistypes a name sees the names."""
+    with pytest.raises(ScenarioError, match="there are: agent-killed-mid-upload, coordinator"):
+        load("node-loost")
