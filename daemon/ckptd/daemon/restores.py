@@ -1,9 +1,10 @@
 """A node's part in restoring: from the chosen step to verified bytes its ranks can map.
 
-Owns: the answers to Restore and Want of this node's ranks, one attempt at a time, and the memory they read from. Does not own:
-which step (the coordinator), which bytes (`reshard`), bringing them (`fetcher`). All on the agent's event loop, heavy work in threads.
-Invariant: no rank gets a place to copy from before the coordinator said go, i.e. before every rank's bytes on every node were
-verified and the start record was written; slots and arena that are read stay as they are until every rank is done.
+Owns: the answers to Restore and Want of this node's ranks, one attempt at a time, and the memory they read from. Does
+not own: which step (the coordinator), which bytes (`restore_plan`), bringing them (`fetcher`). All on the agent's event
+loop, heavy work in threads. Invariant: no rank gets a place to copy from before the coordinator said go, i.e. before every
+rank's bytes on every node were verified and the start record was written; slots and arena that are read stay as they are
+until every rank is done.
 """
 
 from __future__ import annotations

@@ -179,6 +179,10 @@ class State:
         """Return how many ranks are attached."""
         return sum(rank.attached for rank in self.ranks.values())
 
+    def reachable_ranks(self) -> int:
+        """Return how many ranks are attached through an agent that is connected: those a second start must not disturb."""
+        return sum(rank.attached and self.nodes[rank.node].connected for rank in self.ranks.values())
+
     def held_by(self, timeline: str, step: int) -> dict[str, Held]:
         """Return what connected nodes hold of a step."""
         key = (timeline, step)
