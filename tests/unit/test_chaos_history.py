@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptd.chaos import cache
 from ckptd.chaos.evidence import Evidence, EvidenceError, read_digests
 from ckptd.chaos.history import Event, History, parse_event, parse_output, step_in_flight
 from ckptd.chaos.root import DecisionFact, RootFacts
@@ -99,3 +100,14 @@ def test_evidence_survives_the_cache() -> None:
     assert Evidence.from_json(evidence.to_json()) == evidence
     with pytest.raises(EvidenceError):
         Evidence.from_json('{"losses": []}')
+
+
+def test_the_code_digest_sees_the_scripts_own_folder(tmp_path: Path) -> None:
+    """An edited module beside the script makes the undisturbed run stale; an edited text does not."""
+    script = tmp_path / "train.py"
+    script.write_text("a")
+    first = cache.code_digest(script)
+    (tmp_path / "notes.txt").write_text("b")
+    assert cache.code_digest(script) == first
+    (tmp_path / "model.py").write_text("b")
+    assert cache.code_digest(script) != first

@@ -193,7 +193,7 @@ class Cluster:
         for node in running:
             if node.agent is not None:
                 node.agent.signal(signal.SIGTERM)
-        return {node.source: node.end_agent() for node in running}
+        return {node.source: node.await_agent_end() for node in running}
 
     def close(self) -> None:
         """Kill every process and remove shared memory and run folders; evidence stays. Idempotent."""

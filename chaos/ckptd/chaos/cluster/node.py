@@ -81,13 +81,15 @@ class Node:
         return f"agent {self.place.name}"
 
     def start_agent(self, failpoints: str = "") -> None:
-        """Start an agent process on the node's folders; returns before it listens."""
+        """Start an agent process on the node's folders, in the place of the one before; returns before it listens."""
         place = self.place
         environment = self._environment | {
             "CKPTD_FAILPOINTS": failpoints,
             "CKPTD_FAILPOINT_LOG": str(place.failpoints),
             "CKPTD_EVENT_LOG": str(place.events),
         }
+        if self.agent is not None:
+            self.agent.kill()
         (place.run_dir / "agent.json").unlink(missing_ok=True)
         self.agent = Leashed(
             [
@@ -113,7 +115,9 @@ class Node:
         return bool(told.get("pid") == self.agent.pid)
 
     def start_ranks(self, command: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path) -> None:
-        """Start a launcher here."""
+        """Start a launcher here; what is left of the one before is killed."""
+        if self.ranks is not None:
+            self.ranks.kill()
         self.ranks = Leashed(
             command,
             environment=self._environment | {"CKPTD_SOCKET": str(self.place.socket)} | dict(environment),
@@ -159,11 +163,10 @@ class Node:
         for folder in (self.place.shm_dir, self.place.data_dir, self.place.run_dir):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def end_agent(self) -> int | None:
-        """Ask the agent to end; return its exit code, None when it had to be killed or ran no more."""
-        if self.agent is None or self.agent.poll() is not None:
+    def await_agent_end(self) -> int | None:
+        """Wait for the agent, which was asked to end; return its exit code, None when it had to be killed."""
+        if self.agent is None:
             return None
-        self.agent.signal(signal.SIGTERM)
         code = self.agent.wait(_GRACE)
         self.agent.kill()
         return code

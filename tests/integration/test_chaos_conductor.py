@@ -1,0 +1,209 @@
+"""Whole trials with doubles of agent, launcher and script: what an operator would do is done, and verdicts are right."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from ckptd.chaos import cache
+from ckptd.chaos.conductor import Limits
+from ckptd.chaos.history import Event
+from ckptd.chaos.report import Report
+from ckptd.chaos.scenario import Expectation, Fault, Moment, Scenario, Target
+from ckptd.chaos.scenario_reader import load
+from ckptd.chaos.trial import Stage, run_trial
+from ckptd.chaos.verdict import Verdict
+from ckptd.chaos.watch import wait_until
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+STANDIN = Path(__file__).parent.parent / "fixtures" / "chaos_standin.py"
+SCRIPT = (str(STANDIN), "train", "--root", "{root}", "--digests", "{digests}")
+
+
+class PlainLauncher:
+    """Starts ranks without torchrun."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self) -> None:
+        """Nothing is shared."""
+
+    def command(self, *, node: int, nnodes: int, nproc: int, launch: int, script: Sequence[str]) -> list[str]:
+        return [sys.executable, str(STANDIN), "launch", str(launch), str(nproc), *script]
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+def stage(tmp_path: Path, *more: str, seen: list[Event] | None = None) -> Stage:
+    def observe(_run: str, event: Event) -> None:
+        if seen is not None:
+            seen.append(event)
+
+    return Stage(
+        nnodes=1,
+        nproc=2,
+        command=(*SCRIPT, *more),
+        out=tmp_path,
+        limits=Limits(run=timedelta(seconds=60), progress=timedelta(seconds=30), woken=timedelta(seconds=15)),
+        agent=(sys.executable, str(STANDIN), "agent"),
+        launcher=PlainLauncher,
+        read_root=None,
+        observe=observe,
+    )
+
+
+def trial(scenario: Scenario, tmp_path: Path, *more: str, seen: list[Event] | None = None) -> Report:
+    # The doubles keep no root that could be read.
+    expect = replace(scenario.expect, committed=None)
+    return run_trial(
+        stage(tmp_path, *more, seen=seen), replace(scenario, expect=expect), store="local", seed=7, cache_folder=None
+    )
+
+
+def problems(report: Report) -> dict[str, str]:
+    return {f.check: f.text for f in report.findings if f.verdict is not Verdict.PASS}
+
+
+@pytest.mark.parametrize(
+    ("name", "relaunches"),
+    [
+        ("rank-killed-between-saves", 1),
+        ("rank-killed-while-uploading", 1),
+        ("agent-killed-mid-upload", 0),
+        ("coordinator-killed-before-decision", 0),
+        ("coordinator-killed-after-decision", 0),
+        ("node-lost", 1),
+        ("everything-killed", 1),
+        ("everything-lost", 1),
+        ("zombie-coordinator", 1),
+    ],
+)
+def test_a_scenario_runs_to_its_end_and_passes(name: str, relaunches: int, tmp_path: Path) -> None:
+    """Each scenario's faults fire, the job is started again as often as needed, and sound doubles pass."""
+    report = trial(load(name), tmp_path)
+    assert problems(report) == {}
+    assert report.verdict is Verdict.PASS
+    assert report.launches == 1 + relaunches
+    assert all(account.fired for account in report.accounts)
+
+
+def test_a_restore_that_brings_back_other_bits_fails_and_is_named(tmp_path: Path) -> None:
+    """The verdict names step, rank and tensor that diverged first."""
+    report = trial(load("rank-killed-while-uploading"), tmp_path, "--bug", "restores-wrong")
+    assert report.verdict is Verdict.FAIL
+    assert "rank 1 right after a restore: model/w differs" in problems(report)["same_digests"]
+
+
+def test_a_fault_whose_moment_never_comes_is_no_pass(tmp_path: Path) -> None:
+    """A run that nothing hurt proves nothing, however equal its bits are."""
+    late = Scenario(
+        name="late", title="t", faults=(Fault(do="kill", target=Target(kind="rank", which=0), at=Moment(step=99)),)
+    )
+    report = trial(late, tmp_path)
+    assert report.verdict is Verdict.FAIL
+    assert "did not fire: kill rank 0 at step 99" in problems(report)["faults_fired"]
+
+
+def test_a_script_that_does_not_get_through_undisturbed_is_unknown(tmp_path: Path) -> None:
+    """Without an undisturbed run there is nothing to compare with; the reason is the script's own."""
+    report = trial(load("rank-killed-between-saves"), tmp_path, "--bug", "dies")
+    assert report.verdict is Verdict.UNKNOWN
+    assert "boom" in problems(report)["trial"]
+
+
+def test_faults_strike_one_after_the_other(tmp_path: Path) -> None:
+    """The second fault waits until the job runs again after the first one."""
+    kill = Fault(do="kill", target=Target(kind="rank", which=1), at=Moment(step=6))
+    lose = Fault(do="lose", target=Target(kind="node", which=0), at=Moment(event="acknowledged", nth=2, then="step"))
+    seen: list[Event] = []
+    two = Scenario(name="two", title="t", faults=(kill, lose), expect=Expectation(relaunches=(2, 2)))
+    report = trial(two, tmp_path, seen=seen)
+    assert problems(report) == {}
+    first, second = report.accounts
+    assert first.restored_from == "memory"
+    assert second.restored_from == "store"
+    hurt = [event for event in seen if event.source == "harness"]
+    kinds = [event.kind for event in hurt if event.kind in ("launched", "fault", "exited")]
+    assert kinds == ["launched", "launched", "fault", "exited", "launched", "fault", "exited", "launched"]
+
+
+def test_an_undisturbed_run_is_kept_per_command_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second trial of a command runs the script once only; another command, or other code, is run anew."""
+    # The tree may be edited while the test runs.
+    version = ["a"]
+    monkeypatch.setattr(cache, "code_digest", lambda _script: version[0])
+    folder = tmp_path / "cache"
+    scenario = load("rank-killed-between-saves")
+    for number, (code, more) in enumerate((("a", ()), ("a", ()), ("a", ("--steps", "16")), ("b", ()))):
+        version[0] = code
+        out = tmp_path / str(number)
+        out.mkdir()
+        report = run_trial(stage(out, *more), scenario, store="local", seed=1, cache_folder=folder)
+        assert report.verdict is Verdict.PASS, problems(report)
+    assert [(tmp_path / str(number) / "undisturbed").exists() for number in range(4)] == [True, False, True, True]
+
+
+def test_nothing_outlives_a_harness_that_is_killed(tmp_path: Path) -> None:
+    """SIGKILL to the harness in mid-run ends agents and ranks, and removes shared memory and run folders."""
+    code = (
+        "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[1])\n"
+        "from test_chaos_conductor import *\n"
+        "trial(load('rank-killed-between-saves'), Path(sys.argv[2]), '--steps', '100000')\n"
+    )
+    out = tmp_path / "out"
+    out.mkdir()
+    with subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent), str(out)]) as harness:
+        output = out / "undisturbed" / "launches" / "1" / "0.out"
+        assert wait_until(lambda: output.exists() and "step 3" in output.read_text(), within=timedelta(seconds=30))
+        tag = next(
+            entry.removeprefix(b"CKPTD_CHAOS_TAG=").decode()
+            for pid in _pids()
+            for entry in _environ(pid)
+            if entry.startswith(b"CKPTD_CHAOS_TAG=") and str(out).encode() in b"".join(_cmdline(pid))
+        )
+        marked = f"CKPTD_CHAOS_TAG={tag}".encode()
+        assert sum(marked in _environ(pid) for pid in _pids()) >= 4
+        harness.send_signal(signal.SIGKILL)
+    gone = lambda: not any(marked in _environ(pid) for pid in _pids())  # noqa: E731 - asked again and again
+    assert wait_until(gone, within=timedelta(seconds=20))
+    assert not Path(f"/dev/shm/ckptd-chaos-{tag}").exists()  # noqa: S108 - its name, not a file of ours
+
+
+def _pids() -> list[str]:
+    return [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _environ(pid: str) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _cmdline(pid: str) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def test_the_report_can_be_read_by_programs(tmp_path: Path) -> None:
+    """A report is plain JSON with seed, replay line, findings and accounts."""
+    report = trial(load("rank-killed-between-saves"), tmp_path)
+    told = json.loads(json.dumps(report.to_dict()))
+    assert told["verdict"] == "pass"
+    assert told["replay"].startswith(
+        "ckptd chaos run rank-killed-between-saves --nnodes 1 --nproc 2 --store local --seed 7 -- "
+    )
+    assert told["accounts"][0]["target"].startswith("rank ")
