@@ -177,7 +177,7 @@ def test_nothing_outlives_a_harness_that_is_killed(tmp_path: Path) -> None:
         harness.send_signal(signal.SIGKILL)
     gone = lambda: not any(marked in _environ(pid) for pid in _pids())  # noqa: E731 - asked again and again
     assert wait_until(gone, within=timedelta(seconds=20))
-    assert not Path(f"/dev/shm/ckptd-chaos-{tag}").exists()  # noqa: S108 - its name, not a file of ours
+    assert not Path(f"/dev/shm/ckptd-chaos-{tag}").exists()
 
 
 def _pids() -> list[str]:
