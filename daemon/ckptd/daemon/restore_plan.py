@@ -1,8 +1,8 @@
 """Which stored bytes a node's ranks want, and where they stand once fetched.
 
-Owns: reading the index sections a node needs, matching wanted rows with stored ones, and the answer to Want. Does not own: when
-(`restores`), the bytes (`fetcher`). Blocking; runs in a thread. Invariant: every row wanted is met exactly, by a row of equal
-name, dtype, global shape and box; anything else is an error that names the first rows, and nothing is fetched.
+Owns: reading the index sections a node needs, and the answer to Want. Does not own: matching rows (`reshard`), when
+(`restores`), the bytes (`fetcher`). Blocking; runs in a thread. Invariant: every element wanted is stored, or nothing is
+fetched and the error names the first rows that do not fit.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from ckptd.daemon.arena import Arena
 from ckptd.daemon.errors import CorruptError, DaemonError
 from ckptd.daemon.fetched import Fetched
 from ckptd.daemon.fetcher import Fetcher
-from ckptd.daemon.index import ChunkRef, chunk_refs, load_index
+from ckptd.daemon.index import chunk_refs, load_index
 from ckptd.daemon.keys import Timeline
+from ckptd.daemon.reshard import Piece, StoredRows, chunks_of, ranges_by_rank
 from ckptd.daemon.slots import SlotFile
-from ckptd.protos import error_pb2, shard_table
+from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import FetchedPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
-from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection, ShardTable
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound
 
 PART_PIECES = 8192
 NAMES_SHOWN = 5
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +40,6 @@ class Stored:
     def needed_ranks(self, ranks: Sequence[int]) -> set[int]:
         """Return the ranks whose streams hold what `ranks` stored."""
         return {writer for rank in ranks for writer in self.sections[rank].writer} | set(ranks)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A wanted row and where its bytes are in a stored rank's stream."""
-
-    want_row: int
-    rank: int
-    offset: int
-    row: ShardRow
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,75 +138,21 @@ def fetch(
         DaemonError: LAYOUT_MISMATCH, a row or object is not stored so.
         CorruptError, NoSpaceError, StorageError: as `Fetcher.fetch`.
     """
+    rows = StoredRows(stored.sections)
     pieces: dict[int, list[Piece]] = {}
     objects: dict[int, list[tuple[int, int, int]]] = {}
-    places = {rank: _places(section) for rank, section in stored.sections.items()}
-    for rank, (rows, names) in wants.items():
-        pieces[rank] = _pieces(places, rank, rows)
-        objects[rank] = _objects(stored.sections[rank], rank, names)
-    needs: dict[int, list[ChunkRef]] = {}
     ranges: dict[int, list[tuple[int, int]]] = {}
-    for rank, found in pieces.items():
-        for piece in found:
-            ranges.setdefault(piece.rank, []).append((piece.offset, piece.row.nbytes))
+    for rank, (wanted, names) in wants.items():
+        pieces[rank] = rows.pieces(wanted, rank)
+        objects[rank] = _objects(stored.sections[rank], rank, names)
+        for source, found in ranges_by_rank(pieces[rank]).items():
+            ranges.setdefault(source, []).extend(found)
         ranges.setdefault(rank, []).extend((offset, length) for _, offset, length in objects[rank])
-    for rank, wanted in ranges.items():
-        refs = _refs_for(chunk_refs(stored.sections[rank]), wanted)
-        if refs:
-            needs[rank] = refs
+    needs = {rank: chunks_of(chunk_refs(stored.sections[rank]), found) for rank, found in ranges.items()}
     fetched = fetcher.fetch(needs, held, arena, deadline=deadline)
     files: set[Path] = set()
     answers = {rank: list(_answer(fetched, pieces[rank], objects[rank], rank, files)) for rank in wants}
     return NodePlan(answers=answers, files=frozenset(files), bytes_by_tier=dict(fetched.bytes_by_tier))
-
-
-def _places(section: RankSection) -> dict[tuple[str, int, Box], tuple[ShardRow, int, int]]:
-    """Return the stored rows of a section by (name, scope, box): row, writer and offset in this section's stream."""
-    return {
-        (row.name, row.scope, row.box): (row, writer, offset)
-        for row, writer, offset in zip(
-            shard_table.iter_rows(section.shards), section.writer, section.stream_offset, strict=True
-        )
-    }
-
-
-def _pieces(
-    places: Mapping[int, Mapping[tuple[str, int, Box], tuple[ShardRow, int, int]]],
-    rank: int,
-    rows: ShardTable,
-) -> list[Piece]:
-    found: list[Piece] = []
-    wrong: list[str] = []
-    for at, want in enumerate(shard_table.iter_rows(rows)):
-        here = places[rank].get((want.name, want.scope, want.box))
-        if here is None:
-            wrong.append(f"{want.name!r} box {want.box} is not stored for rank {rank}")
-            continue
-        row, writer, offset = here
-        if (row.dtype, row.global_shape) != (want.dtype, want.global_shape):
-            wrong.append(
-                f"{want.name!r} is stored as {row.dtype} {row.global_shape}, wanted {want.dtype} {want.global_shape}"
-            )
-            continue
-        if writer != rank:
-            there = places[writer].get((want.name, want.scope, want.box))
-            if there is None or there[1] != writer:
-                raise CorruptError.of(
-                    f"{want.name!r}: rank {rank} refers to rank {writer}, which does not hold it",
-                    object=want.name,
-                    rank=rank,
-                    phase="restore",
-                )
-            offset = there[2]
-        found.append(Piece(want_row=at, rank=writer, offset=offset, row=want))
-    if wrong:
-        raise DaemonError.of(
-            f"{len(wrong)} wanted rows are not in the snapshot: " + "; ".join(wrong[:NAMES_SHOWN]),
-            reason=error_pb2.REASON_LAYOUT_MISMATCH,
-            rank=rank,
-            phase="restore",
-        )
-    return found
 
 
 def _objects(section: RankSection, rank: int, names: Sequence[str]) -> list[tuple[int, int, int]]:
@@ -237,20 +172,6 @@ def _objects(section: RankSection, rank: int, names: Sequence[str]) -> list[tupl
     return [(at, *there[name]) for at, name in enumerate(names)]
 
 
-def _refs_for(refs: Sequence[ChunkRef], ranges: Sequence[tuple[int, int]]) -> list[ChunkRef]:
-    """Return the chunks that hold any byte of the ranges."""
-    wanted = sorted((offset, offset + length) for offset, length in ranges if length)
-    found = []
-    at = 0
-    for ref in refs:
-        begin, end = ref.stream_offset, ref.stream_offset + ref.length
-        while at < len(wanted) and wanted[at][1] <= begin:
-            at += 1
-        if any(one[0] < end and one[1] > begin for one in wanted[at:] if one[0] < end):
-            found.append(ref)
-    return found
-
-
 def _answer(
     fetched: Fetched, pieces: Sequence[Piece], objects: Sequence[tuple[int, int, int]], rank: int, files: set[Path]
 ) -> list[FetchedPart]:
@@ -259,13 +180,13 @@ def _answer(
         part = FetchedPart()
         table: dict[Path, int] = {}
         for piece in pieces[begin : begin + PART_PIECES]:
-            path, offset = _located(fetched, piece.rank, piece.offset, piece.row.nbytes)
+            path, offset = _located(fetched, piece.rank, piece.stream_offset, piece.nbytes)
             part.want_row.append(piece.want_row)
             part.file.append(table.setdefault(path, len(table)))
             part.file_offset.append(offset)
-            part.nbytes.append(piece.row.nbytes)
-            part.source_offset.extend(piece.row.offset)
-            part.source_length.extend(piece.row.length)
+            part.nbytes.append(piece.nbytes)
+            part.source_offset.extend(piece.source[0])
+            part.source_length.extend(piece.source[1])
         if begin == 0:
             for at, stream_offset, length in objects:
                 path, offset = _located(fetched, rank, stream_offset, length)

@@ -347,6 +347,8 @@ class NodeRestore:
         for lease in attempt.leases:
             lease()
         attempt.leases.clear()
+        if not attempt.fetching or attempt.ready:
+            self._held.arena.release()
 
     def end(self, error: Error) -> None:
         """The run cannot go on."""
