@@ -1,0 +1,40 @@
+"""What a training script imports. Everything else in this package is private.
+
+from ckptd.client import Checkpointer
+"""
+
+from .checkpointer import Checkpointer
+from .config import Config
+from .errors import (
+    Aborted,
+    CkptdError,
+    Fenced,
+    InvalidRequest,
+    OutcomeUnknown,
+    SnapshotCorrupt,
+    SnapshotNotFound,
+    Unavailable,
+)
+from .handles import SaveHandle
+from .restoring import BadStep, Restored
+from .sharding import PerRank, Sharded
+from .tracking import Trackable
+
+__all__ = [
+    "Aborted",
+    "BadStep",
+    "Checkpointer",
+    "CkptdError",
+    "Config",
+    "Fenced",
+    "InvalidRequest",
+    "OutcomeUnknown",
+    "PerRank",
+    "Restored",
+    "SaveHandle",
+    "Sharded",
+    "SnapshotCorrupt",
+    "SnapshotNotFound",
+    "Trackable",
+    "Unavailable",
+]

@@ -1,0 +1,35 @@
+"""The client's event log: one JSON line for every boundary a snapshot crosses on this rank.
+
+Owns: writing the lines. Does not own: what is worth saying. A line is one write to a file opened for appending, so
+that lines of several ranks never mix.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+
+class Journal:
+    """Appends events to a file, or drops them where no path is given. Thread-safe."""
+
+    def __init__(self, path: Path | None, **constant: object) -> None:
+        self._constant = constant
+        self._handle = -1
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def emit(self, kind: str, **fields: object) -> None:
+        """Write one event; bytes are ints, durations `seconds`."""
+        if self._handle >= 0:
+            line = {"t": round(time.time(), 6), "kind": kind, **self._constant, **fields}
+            os.write(self._handle, (json.dumps(line, separators=(",", ":"), default=str) + "\n").encode())
+
+    def close(self) -> None:
+        """Close the file; later events are dropped."""
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1

@@ -1,0 +1,157 @@
+"""Modules: their parameters and buffers under canonical names.
+
+Owns: names (torch's own helper gives them once; later saves only compare keys), ties, frozen parameters, extra state.
+Does not own: how tensors are cut into boxes. Invariant: every tensor collected is a live parameter or buffer, so that
+a restore in place reaches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
+
+from .errors import InvalidRequest
+from .sharding import is_tensor_leaf
+from .state import FROZEN, TRAINED, Collector
+from .targets import Stored, Targets
+from .tree import component
+from .values import encode
+
+_EXTRA_STATE = "_extra_state"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class ParameterName:
+    """Where a parameter was found."""
+
+    tracked: str
+    name: str
+    scope: int
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.is_meta or local.layout is not torch.strided or not local.numel():
+        return (id(tensor),)
+    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+
+
+class TrackedModule:
+    """A module, or several with disjoint names (chunks of a pipeline)."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module], *, per_rank: bool = False) -> None:
+        self.name = name
+        self._modules = list(modules)
+        self._scope = SCOPE_PER_RANK if per_rank else SCOPE_GLOBAL
+        self._raw_keys: list[tuple[str, ...]] = [() for _ in self._modules]
+        self._names: list[list[str]] = [[] for _ in self._modules]
+
+    def _entries(self) -> Iterator[tuple[nn.Module, str, str, Any]]:
+        """Yield module, key of its state_dict, canonical name, live value."""
+        for position, module in enumerate(self._modules):
+            with torch.no_grad():
+                # The state_dict hooks run: FSDP2 needs them, to give its sharded parameters and not gathered ones.
+                found: Mapping[str, Any] = module.state_dict(keep_vars=True)
+            keys = tuple(found)
+            if keys != self._raw_keys[position]:
+                self._check_live(module, found)
+                self._names[position] = self._canonical(module, keys)
+                self._raw_keys[position] = keys
+            for (key, value), name in zip(found.items(), self._names[position], strict=True):
+                yield module, key, name, value
+
+    def _canonical(self, module: nn.Module, keys: Sequence[str]) -> list[str]:
+        """Return torch's canonical names of `keys`: without the parts that DDP, compile and wrappers add."""
+        given = list(get_model_state_dict(module))
+        own, theirs = set(keys), set(given)
+        # The helper keeps a name that was canonical already, and moves a changed one to the end, in order.
+        changed = iter([name for name in given if name not in own])
+        names = [key if key in theirs else next(changed) for key in keys]
+        if len(set(names)) != len(keys):
+            raise InvalidRequest(
+                f"{self.name}: {type(module).__qualname__} gives {len(keys)} entries but {len(set(names))} canonical names",
+                key=self.name,
+            )
+        return names
+
+    def _check_live(self, module: nn.Module, found: Mapping[str, Any]) -> None:
+        live = {id(tensor) for tensor in module.parameters()} | {id(tensor) for tensor in module.buffers()}
+        for key, value in found.items():
+            if id(value) not in live and not key.endswith(_EXTRA_STATE):
+                raise InvalidRequest(
+                    f"{self.name}/{key}: an entry of the module's state_dict that is neither a parameter nor a buffer of it",
+                    hint="a state_dict hook made it, so it could not be restored in place; track the module as an object "
+                    "with state_dict() and load_state_dict() of its own",
+                    key=f"{self.name}/{key}",
+                )
+
+    def parameter_names(self, collector: Collector) -> Iterator[tuple[torch.Tensor, ParameterName]]:
+        """Yield parameters with their names; a tied one comes once, under its first name."""
+        seen: set[int] = set()
+        for _, _, name, value in self._entries():
+            if isinstance(value, nn.Parameter) and id(value) not in seen:
+                seen.add(id(value))
+                full = f"{self.name}/{component(name)}"
+                scope = collector.scope_of(full, value, self._scope)
+                yield value, ParameterName(tracked=self.name, name=name, scope=scope)
+
+    def collect(self, collector: Collector) -> None:
+        """Collect parameters, buffers and extra state."""
+        owners: dict[tuple[object, ...], str] = {}
+        extra: dict[str, object] = {}
+        for _, key, name, value in self._entries():
+            full = f"{self.name}/{component(name)}"
+            if key.endswith(_EXTRA_STATE):
+                extra[name] = encode(value, full, is_tensor=is_tensor_leaf, tensor=self._extra_tensor(collector))
+                continue
+            owner = owners.setdefault(_identity(value), full)
+            if owner != full:
+                collector.alias(full, owner)
+                continue
+            frozen = isinstance(value, nn.Parameter) and not value.requires_grad
+            collector.tensor(full, value, scope=self._scope, group=FROZEN if frozen else TRAINED)
+        if extra:
+            collector.object(self.name, extra)
+
+    @staticmethod
+    def _extra_tensor(collector: Collector) -> Any:
+        return lambda name, leaf: collector.tensor(name, leaf, scope=SCOPE_PER_RANK)
+
+    def prepare(self, stored: Stored, targets: Targets) -> None:
+        """Ask for every parameter and buffer in place, and for the extra state."""
+        owners: dict[tuple[object, ...], str] = {}
+        extra = False
+        for _, key, name, value in self._entries():
+            full = f"{self.name}/{component(name)}"
+            if key.endswith(_EXTRA_STATE):
+                extra = True
+                for below in stored.names_below(full):
+                    targets.fresh(below)
+                continue
+            owner = owners.setdefault(_identity(value), full)
+            if owner != full:
+                targets.tie(full, owner)
+                continue
+            targets.fill(full, value, scope=targets.scope_of(full, value, self._scope))
+        if extra:
+            targets.object(self.name)
+
+    def verify(self, _value: object) -> None:
+        """Nothing stands in the object that tensors depend on."""
+
+    def load(self, value: object) -> None:
+        """Hand the extra state to the submodules it came from. Tensors were filled in place."""
+        if not isinstance(value, dict):
+            return
+        for module, key, name, _ in list(self._entries()):
+            if key.endswith(_EXTRA_STATE) and name in value:
+                module.get_submodule(key.removesuffix(_EXTRA_STATE).rstrip(".")).set_extra_state(value[name])

@@ -1,0 +1,131 @@
+"""Everything else that can be tracked: objects with `state_dict()` and `load_state_dict()`, and plain nested values.
+
+Owns: taking a nested value apart into shards and one object, and putting it together again. Does not own: what types
+an object may hold (`values`). Invariant: a plain tensor here is the rank's own; a `DTensor` or `Sharded` is a piece
+of a global one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
+
+from . import rng
+from .sharding import PerRank, Sharded, is_tensor_leaf
+from .state import Collector
+from .targets import Stored, Targets, per_rank_value
+from .tree import graft, leaves
+from .values import MAX_DEPTH, encode
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What torch calls stateful."""
+
+    def state_dict(self) -> Any:
+        """Return the state as a nested value."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take the state over."""
+
+
+def default_scope(leaf: object) -> int:
+    """Return the scope of a tensor in a nested value."""
+    return SCOPE_GLOBAL if isinstance(leaf, DTensor | Sharded) else SCOPE_PER_RANK
+
+
+def _collect(name: str, value: object, collector: Collector, *, per_rank: bool) -> None:
+    def sink(below: str, leaf: object) -> str:
+        return collector.tensor(below, leaf, scope=SCOPE_PER_RANK if per_rank else default_scope(leaf))
+
+    collector.object(name, encode(value, name, is_tensor=is_tensor_leaf, tensor=sink))
+
+
+def _live_leaves(name: str, value: object) -> dict[str, object]:
+    return dict(leaves(value, is_leaf=is_tensor_leaf, prefix=name, depth=MAX_DEPTH))
+
+
+class TrackedStateful:
+    """An object with `state_dict()` and `load_state_dict()`."""
+
+    def __init__(self, name: str, thing: Stateful, *, per_rank: bool = False) -> None:
+        self.name = name
+        self._thing = thing
+        self._per_rank = per_rank
+
+    def collect(self, collector: Collector) -> None:
+        """Collect what `state_dict()` gives now."""
+        _collect(self.name, self._thing.state_dict(), collector, per_rank=self._per_rank)
+
+    def prepare(self, stored: Stored, targets: Targets) -> None:
+        """Ask for all that is stored. Into fresh tensors: `state_dict()` need not give the live ones."""
+        names = stored.names_below(self.name)
+        sharded = [name for name in names if stored.rows[name][0].scope == SCOPE_GLOBAL]
+        like = _live_leaves(self.name, self._thing.state_dict()) if sharded else {}
+        for name in names:
+            leaf = per_rank_value(like.get(name))
+            if isinstance(leaf, Sharded):
+                targets.fill(name, Sharded(torch.empty_like(leaf.tensor), leaf.global_shape, leaf.offsets))
+            else:
+                targets.fresh(name, like=leaf if isinstance(leaf, DTensor) else None)
+        targets.object(self.name)
+
+    def load(self, value: object) -> None:
+        """Hand the value to `load_state_dict()`."""
+        self._thing.load_state_dict(value)
+
+
+class TrackedValue:
+    """A plain nested value in a mapping that the caller keeps."""
+
+    def __init__(self, name: str, holder: MutableMapping[str, Any], key: str) -> None:
+        self.name = name
+        self._holder = holder
+        self._key = key
+
+    def collect(self, collector: Collector) -> None:
+        """Collect the value as it is now."""
+        _collect(self.name, self._holder[self._key], collector, per_rank=False)
+
+    def prepare(self, stored: Stored, targets: Targets) -> None:
+        """Ask for all that is stored: in place where a fitting tensor stands, else into fresh tensors."""
+        live = _live_leaves(self.name, self._holder[self._key])
+        for name in stored.names_below(self.name):
+            leaf = live.get(name)
+            if leaf is None:
+                targets.fresh(name)
+            else:
+                targets.fill(name, leaf, scope=default_scope(per_rank_value(leaf)))
+        targets.object(self.name)
+
+    def load(self, value: object) -> None:
+        """Put the value into the mapping, keeping the containers that stand there."""
+        held = self._holder[self._key]
+        self._holder[self._key] = value if isinstance(held, PerRank) else graft(held, value)
+
+
+class TrackedRng:
+    """The random number generators of the process."""
+
+    name = rng.NAME
+
+    def collect(self, collector: Collector) -> None:
+        """Collect their state."""
+        collector.object(self.name, encode(rng.capture(), self.name))
+
+    def prepare(self, _stored: Stored, targets: Targets) -> None:
+        """Ask for their state."""
+        targets.object(self.name)
+
+    def load(self, value: Any) -> None:
+        """Set them."""
+        rng.apply(value)
+
+
+Hook = Callable[[object], object]
+"""Takes a stored value, returns the one to load."""

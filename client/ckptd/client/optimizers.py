@@ -1,0 +1,259 @@
+"""Optimizers: their state under canonical parameter names, read and put back without a step.
+
+Owns: reading `optimizer.state` and `param_groups`, making state that a fresh optimizer does not have yet. Does not
+own: parameter names (`modules` finds them). Invariant: no method of the optimizer runs, so no hook fires and no state
+appears that was not saved.
+
+A tensor that stands directly under a parameter's state is a shard and nothing more: its name says where it belongs.
+Everything else is in the object `<name>`: {"param_groups": hyperparameters with parameter names, "state": {parameter:
+{key: value}} for what is no tensor, "host": keys whose tensors stay on the host beside a parameter on a device,
+"local": keys that hold plain local tensors beside a DTensor}.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ckptd.protos import error_pb2
+from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, Value
+
+from .errors import InvalidRequest
+from .modules import ParameterName
+from .sharding import Pieces, is_tensor_leaf, pieces_of
+from .state import FROZEN, TRAINED, Collector
+from .targets import Stored, Targets
+from .tree import component, split, text_key
+from .values import encode
+
+Names = Mapping[int, ParameterName]
+"""id of a parameter → where it was found."""
+
+
+class TrackedOptimizer:
+    """One optimizer."""
+
+    def __init__(self, name: str, optimizer: Optimizer, *, per_rank: bool = False) -> None:
+        self.name = name
+        self._optimizer = optimizer
+        self._per_rank = per_rank
+        self._group_names: dict[tuple[str, ...], Value] = {}
+
+    def _parameters(self, names: Names) -> Iterator[tuple[int, torch.Tensor, str, int]]:
+        """Yield group number, parameter, its name and the scope of its state."""
+        position = 0
+        tracked = {found.tracked for found in names.values()}
+        mine = {
+            names[id(parameter)].tracked
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
+        qualified = len(mine) > 1 and len(tracked) > 1
+        for number, group in enumerate(self._optimizer.param_groups):
+            for parameter in group["params"]:
+                found = names.get(id(parameter))
+                if found is None:
+                    # In no tracked module: only its place names it, and ranks need not agree about places.
+                    yield number, parameter, f"#{position}", SCOPE_PER_RANK
+                else:
+                    name = f"{found.tracked}/{found.name}" if qualified else found.name
+                    yield number, parameter, name, SCOPE_PER_RANK if self._per_rank else found.scope
+                position += 1
+
+    def _state_name(self, parameter: str, key: str) -> str:
+        return f"{self.name}/state/{component(parameter)}/{component(key)}"
+
+    def collect(self, collector: Collector, names: Names) -> None:
+        """Collect state tensors and the object.
+
+        Raises:
+            InvalidRequest: state that belongs to no parameter of a group, or cannot be stored.
+        """
+        host: set[str] = set()
+        local: set[str] = set()
+        state: dict[str, dict[str, Value]] = {}
+        groups: list[list[str]] = [[] for _ in self._optimizer.param_groups]
+        seen: set[int] = set()
+        for number, parameter, name, scope in self._parameters(names):
+            groups[number].append(name)
+            seen.add(id(parameter))
+            entries = self._optimizer.state.get(parameter)
+            if not entries:
+                continue
+            group = TRAINED if parameter.requires_grad else FROZEN
+            for key, value in entries.items():
+                full = self._state_name(name, key)
+                if isinstance(key, str) and is_tensor_leaf(value):
+                    pieces, scope_here = _as_held(value, full, parameter, collector.scope_of(full, value, scope), local)
+                    if pieces.local.device.type == "cpu" and parameter.device.type != "cpu":
+                        host.add(key)
+                    collector.pieces(full, pieces, scope=scope_here, group=group)
+                else:
+
+                    def sink(below: str, leaf: object, scope: int = scope, group: int = group) -> str:
+                        return collector.tensor(below, leaf, scope=scope, group=group)
+
+                    encoded = encode(value, full, is_tensor=is_tensor_leaf, tensor=sink)
+                    state.setdefault(name, {})[key] = encoded
+        for key in self._optimizer.state:
+            if id(key) not in seen:
+                raise InvalidRequest(
+                    f"{self.name}: the optimizer holds state for something that is in none of its param_groups",
+                    key=self.name,
+                )
+        collector.object(
+            self.name,
+            encode(
+                {
+                    "param_groups": [
+                        self._group(group, names_of, number)
+                        for number, (group, names_of) in enumerate(
+                            zip(self._optimizer.param_groups, groups, strict=True)
+                        )
+                    ],
+                    "state": state,
+                    "host": sorted(host),
+                    "local": sorted(local),
+                },
+                self.name,
+                is_tensor=is_tensor_leaf,
+                # Not compared between ranks: stages of a pipeline number other groups alike.
+                tensor=lambda below, leaf: collector.tensor(below, leaf, scope=SCOPE_PER_RANK),
+            ),
+        )
+
+    def _group(self, group: Mapping[str, Any], names: list[str], number: int) -> dict[str, object]:
+        key = tuple(names)
+        if key not in self._group_names:
+            self._group_names = {**self._group_names, key: encode(names, f"{self.name}/param_groups/{number}/params")}
+        return {word: self._group_names[key] if word == "params" else value for word, value in group.items()}
+
+    def prepare(self, stored: Stored, targets: Targets, names: Names) -> None:
+        """Ask for all stored state: in place where it stands already, else into fresh tensors."""
+        parameters = {name: (parameter, scope) for _, parameter, name, scope in self._parameters(names)}
+        prefix = f"{self.name}/state"
+        depth = len(split(prefix))
+        for name in stored.names_below(prefix):
+            parts = split(name)[depth:]
+            found = parameters.get(text_key(parts[0]) or "")
+            if found is None:
+                continue  # reported as "only in the snapshot"
+            parameter, scope = found
+            live = self._optimizer.state.get(parameter, {}).get(text_key(parts[1])) if len(parts) == 2 else None
+            if is_tensor_leaf(live) and targets.fits(name, live, scope=scope):
+                targets.fill(name, live, scope=scope)
+            else:
+                targets.fresh(name, like=parameter.detach(), device=_device(stored, name, parameter))
+        for name in stored.names_below(f"{self.name}/param_groups"):
+            targets.fresh(name)
+        targets.object(self.name)
+
+    def verify(self, value: object, names: Names) -> None:
+        """Check the stored groups against the optimizer's, before anything is touched.
+
+        Raises:
+            InvalidRequest: other groups, or other parameters in one.
+        """
+        stored = _groups(value, self.name)
+        here: list[set[str]] = [set() for _ in self._optimizer.param_groups]
+        for number, _, name, _ in self._parameters(names):
+            here[number].add(name)
+        there = [set(group["params"]) for group in stored]
+        if here == there:
+            return
+        differing = [number for number, (a, b) in enumerate(zip(here, there, strict=False)) if a != b]
+        first = sorted(here[differing[0]] ^ there[differing[0]])[:3] if differing else []
+        raise InvalidRequest(
+            f"{self.name}: the snapshot has {len(there)} param_groups, the optimizer {len(here)}; "
+            f"{len(differing)} of them hold other parameters{': ' + ', '.join(first) if first else ''}",
+            reason=error_pb2.REASON_LAYOUT_MISMATCH,
+            hint="build the optimizer with the same param_groups as the run that saved",
+            key=f"{self.name}/param_groups",
+            phase="restore",
+        )
+
+    def load(self, value: Any, tensors: Mapping[str, object], names: Names) -> None:
+        """Put state and hyperparameters in place; state that was not saved goes away."""
+        prefix = f"{self.name}/state"
+        depth = len(split(prefix))
+        direct: dict[str, dict[str, Any]] = {}
+        for name, tensor in tensors.items():
+            if name.startswith(f"{prefix}/") and len(parts := split(name)[depth:]) == 2:
+                direct.setdefault(text_key(parts[0]) or "", {})[text_key(parts[1]) or ""] = tensor
+        host, local = set(value["host"]), set(value["local"])
+        for _, parameter, name, _ in self._parameters(names):
+            state: dict[Any, Any] = {
+                key: _placed(tensor, parameter, on_host=key in host, is_local=key in local)
+                for key, tensor in direct.get(name, {}).items()
+            }
+            state.update(value["state"].get(name, {}))
+            if state or parameter in self._optimizer.state:
+                entries = self._optimizer.state[parameter]
+                entries.clear()
+                entries.update(state)
+                if not state:
+                    del self._optimizer.state[parameter]
+        for group, stored in zip(self._optimizer.param_groups, value["param_groups"], strict=True):
+            for key, found in stored.items():
+                if key == "params":
+                    continue
+                live = group.get(key)
+                if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor) and live.shape == found.shape:
+                    with torch.no_grad():
+                        live.copy_(found)
+                else:
+                    group[key] = found
+
+
+def _as_held(value: object, full: str, parameter: torch.Tensor, scope: int, local: set[str]) -> tuple[Pieces, int]:
+    """Return a state tensor's pieces and scope; a key that holds plain shards of a DTensor is added to `local`."""
+    pieces = pieces_of(value, full)
+    if scope != SCOPE_GLOBAL or not isinstance(parameter, DTensor) or type(value) is not torch.Tensor or not value.ndim:
+        return pieces, scope
+    # A plain tensor beside a sharded parameter: its shard if it has the local shape, else the rank's own.
+    of_parameter = pieces_of(parameter, full)
+    if of_parameter.local.shape != value.shape:
+        return pieces, SCOPE_PER_RANK
+    local.add(split(full)[-1])
+    return Pieces(pieces.dtype, of_parameter.global_shape, of_parameter.boxes, pieces.local), scope
+
+
+def _groups(value: Any, name: str) -> list[dict[str, Any]]:
+    if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
+        groups: list[dict[str, Any]] = value["param_groups"]
+        return groups
+    raise InvalidRequest(
+        f"{name}: stored is no optimizer's state",
+        reason=error_pb2.REASON_LAYOUT_MISMATCH,
+        hint="track things under the names they were saved under",
+        key=name,
+        phase="restore",
+    )
+
+
+def _device(stored: Stored, name: str, parameter: torch.Tensor) -> torch.device:
+    # Scalars are put where they belong when the object is known; on the host nothing is lost until then.
+    return torch.device("cpu") if stored.rows[name][0].global_shape == () else parameter.device
+
+
+def _placed(tensor: Any, parameter: torch.Tensor, *, on_host: bool, is_local: bool) -> Any:
+    if is_local and isinstance(tensor, DTensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
+        return tensor
+    target = torch.device("cpu") if on_host else parameter.device
+    return tensor if tensor.device == target else tensor.to(target)
+
+
+def parameter_names(found: Iterable[tuple[torch.Tensor, ParameterName]]) -> dict[int, ParameterName]:
+    """Return the names by identity. The parameters must stay alive as long as the mapping is used."""
+    names: dict[int, ParameterName] = {}
+    for parameter, name in found:
+        names.setdefault(id(parameter), name)
+    return names

@@ -1,0 +1,80 @@
+"""Reading restored bytes: from shared memory, or from a stream where there is none.
+
+Owns: mapping the files an agent names, and reading pieces of them. Does not own: which bytes are wanted; they are
+verified by the agent. Invariant: the agent's files are never changed: they are mapped privately.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from ckptd.protos.agent_pb2 import ReadRestoredRequest, SlotBytes
+
+from .errors import CkptdError
+
+
+class RestoredFiles(Protocol):
+    """Where verified bytes stand."""
+
+    def read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
+        """Return bytes of a file as a tensor of uint8; valid until RestoreDone."""
+
+
+def _short(path: str, offset: int, nbytes: int, found: int) -> CkptdError:
+    return CkptdError(f"the agent's file {path} ends at {found}, before {offset} + {nbytes}", key=path, phase="restore")
+
+
+class SharedFiles:
+    """Files in shared memory."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, torch.Tensor] = {}
+
+    def read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
+        """See `RestoredFiles`. No copy."""
+        found = self._files.get(path)
+        if found is None:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                # A private map that may be written: torch warns of buffers that may not.
+                found = torch.frombuffer(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+            finally:
+                os.close(handle)
+            self._files[path] = found
+        if offset + nbytes > found.numel():
+            raise _short(path, offset, nbytes, found.numel())
+        return found[offset : offset + nbytes]
+
+
+class StreamedFiles:
+    """Files that only the agent can reach.
+
+    Args:
+        request: Sends a request and yields the messages of its answer.
+        session: Named in each request.
+    """
+
+    def __init__(self, request: Callable[[ReadRestoredRequest], Iterator[SlotBytes]], session: str) -> None:
+        self._request = request
+        self._session = session
+
+    def read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
+        """See `RestoredFiles`. Holds these bytes once more."""
+        found = torch.empty(nbytes, dtype=torch.uint8)
+        if not nbytes:
+            return found
+        view = found.numpy().data
+        got = 0
+        message = ReadRestoredRequest(session=self._session, file=path, offset=offset, nbytes=nbytes)
+        for part in self._request(message):
+            at = part.offset - offset
+            view[at : at + len(part.data)] = part.data
+            got += len(part.data)
+        if got != nbytes:
+            raise _short(path, offset, nbytes, offset + got)
+        return found

@@ -1,0 +1,366 @@
+"""One restore, from the agent's answer to filled tensors and loaded objects.
+
+Owns: the order of calls, attempts that are superseded by an older step, and copying pieces into place. Does not own:
+what fits (`targets`), or which step is chosen (the coordinator). Invariant: no target is touched before all ranks'
+bytes were found and verified, and this rank's checks have passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ckptd.protos import error_pb2, shard_table
+from ckptd.protos.agent_pb2 import FetchedPart, RestoreDoneRequest, RestoreRequest, StoredPart, WantPart
+
+from .config import Config
+from .copying import Copier
+from .errors import CkptdError, InvalidRequest, SnapshotNotFound
+from .journal import Journal
+from .link import Attachment, Link, SessionLostError
+from .mesh import Topology
+from .restored_files import RestoredFiles, SharedFiles, StreamedFiles
+from .targets import Stored, Wanted
+from .tracking import Restoring, Tracking
+
+log = logging.getLogger("ckptd.client")
+
+_CALL_S = 30.0
+_ANSWER_SLACK_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BadStep:
+    """A step that was found bad and left for an older one.
+
+    Attributes:
+        step: The step.
+        timeline: The one it was saved in.
+        why: One sentence.
+    """
+
+    step: int
+    timeline: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        step: The step, the same on all ranks.
+        timeline: The one it was saved in.
+        tier: "memory" when all bytes this node needed were in its agent's slots, else "store".
+        metrics: As given to save().
+        tags: As given to save().
+        fell_back_from: Newer steps that were found bad, newest first.
+        missing: With strict=False: what is tracked but not stored; it keeps its value.
+        unexpected: With strict=False: what is stored but not tracked.
+        bytes_by_tier: Where this node's bytes came from, in bytes.
+    """
+
+    step: int
+    timeline: str
+    tier: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    fell_back_from: tuple[BadStep, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What is asked for; equal on all ranks.
+
+    Attributes:
+        step: A step, or None for the newest.
+        required: Whether finding nothing is an error.
+        on_corrupt: What a bad newest step means.
+        strict: Whether names must fit on both sides.
+        rollback: Whether history may drop what is newer.
+        timeout_s: Seconds.
+    """
+
+    step: int | None
+    required: bool
+    on_corrupt: Literal["fallback", "raise"]
+    strict: bool
+    rollback: bool
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Fetched:
+    """Where the verified bytes stand."""
+
+    pieces: list[tuple[Wanted, str, int, tuple[int, ...], tuple[int, ...]]]
+    objects: dict[str, tuple[str, int, int]]
+    bytes_by_tier: dict[str, int]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Asked:
+    """One attempt's circumstances; `deadline` on `time.monotonic`, seconds."""
+
+    attachment: Attachment
+    question: Question
+    state: MutableMapping[str, Any] | None
+    deadline: float
+
+
+class Restorer:
+    """The restores of one Checkpointer; one at a time."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        topology: Topology,
+        link: Link,
+        tracking: Tracking,
+        copier: Copier,
+        journal: Journal,
+    ) -> None:
+        self._config, self._topology, self._link = config, topology, link
+        self._tracking, self._copier, self._journal = tracking, copier, journal
+
+    def restore(self, question: Question, state: MutableMapping[str, Any] | None) -> Restored | None:
+        """Restore; see `Checkpointer.restore`."""
+        begun = time.monotonic()
+        deadline = begun + question.timeout_s
+        while True:
+            attachment = self._link.attached(deadline=deadline)
+            try:
+                found, stored = self._ask(attachment, question, deadline)
+                if not found.found:
+                    self._nothing(question)
+                    return None
+                restored = self._attempt(_Asked(attachment, question, state, deadline), found, stored)
+            except SessionLostError:
+                if time.monotonic() >= deadline:
+                    raise
+                continue
+            if restored is not None:
+                self._report(restored, time.monotonic() - begun)
+                return restored
+
+    def _nothing(self, question: Question) -> None:
+        if question.required or question.step is not None:
+            asked = "snapshot" if question.step is None else f"step {question.step}"
+            raise SnapshotNotFound(
+                f"there is no {asked} of job {self._config.job!r} under {self._config.root}",
+                hint="check the root; without required=True an empty one gives None",
+                step=question.step,
+                phase="restore",
+            )
+        log.info("nothing to restore: job %r has no snapshot under %s yet", self._config.job, self._config.root)
+
+    def _report(self, restored: Restored, seconds: float) -> None:
+        for bad in restored.fell_back_from:
+            log.warning("step %d was left for step %d: %s", bad.step, restored.step, bad.why)
+        self._journal.emit(
+            "restored",
+            step=restored.step,
+            timeline=restored.timeline,
+            tier=restored.tier,
+            bytes_by_tier=dict(restored.bytes_by_tier),
+            seconds=round(seconds, 6),
+        )
+
+    def _ask(self, attachment: Attachment, question: Question, deadline: float) -> tuple[StoredPart.Found, Stored]:
+        left = max(0.1, deadline - time.monotonic())
+        request = RestoreRequest(
+            session=attachment.session,
+            step=question.step,
+            raise_on_corrupt=question.on_corrupt == "raise",
+            timeout_s=left,
+            rollback=question.rollback,
+        )
+        found = StoredPart.Found()
+        rows: list[shard_table.ShardRow] = []
+        objects: list[str] = []
+        aliases: dict[str, str] = {}
+        parts = self._link.stream(attachment, "Restore", request, timeout_s=left + _ANSWER_SLACK_S, phase="restore")
+        for part in parts:
+            if part.HasField("found"):
+                found = part.found
+            rows += shard_table.iter_rows(part.rows)
+            objects += part.object_names
+            aliases.update(zip(part.aliases.alias, part.aliases.target, strict=True))
+        return found, Stored(rows, objects, aliases)
+
+    def _attempt(self, asked: _Asked, found: StoredPart.Found, stored: Stored) -> Restored | None:
+        """Restore this step, or return None when another one was chosen meanwhile."""
+        attachment, question, deadline = asked.attachment, asked.question, asked.deadline
+        try:
+            self._check_mesh(found)
+            restoring = self._tracking.restoring(stored, asked.state)
+            missing, unexpected = restoring.targets.check(strict=question.strict, step=found.step)
+        except CkptdError as error:
+            self._refuse(attachment, found.attempt, error)
+            raise
+        except Exception as failure:
+            text = f"preparing the restore raised {type(failure).__name__}: {failure}"
+            self._refuse(attachment, found.attempt, CkptdError(text, rank=self._topology.rank, phase="restore"))
+            raise
+        fetched = self._want(attachment, found.attempt, restoring, deadline)
+        if fetched is None:
+            return None
+        try:
+            files = self._files(attachment, deadline)
+            restoring.decode({name: files.read(*place).numpy().tobytes() for name, place in fetched.objects.items()})
+            self._fill(fetched, files)
+        except Exception as failure:
+            text = f"rank {self._topology.rank}: {type(failure).__name__}: {failure}"
+            told = failure if isinstance(failure, CkptdError) else CkptdError(text, rank=self._topology.rank)
+            self._done(attachment, found.attempt, told)
+            raise
+        self._done(attachment, found.attempt, None)
+        restoring.load()
+        return Restored(
+            step=found.step,
+            timeline=found.timeline,
+            tier=found.tier,
+            metrics=dict(found.metrics),
+            tags=dict(found.tags),
+            fell_back_from=tuple(
+                BadStep(step=bad.step.step, timeline=bad.step.timeline, why=bad.why.message)
+                for bad in found.fell_back_from
+            ),
+            missing=missing,
+            unexpected=unexpected,
+            bytes_by_tier=fetched.bytes_by_tier,
+        )
+
+    def _check_mesh(self, found: StoredPart.Found) -> None:
+        here, there = self._topology.to_wire(), found.mesh
+        if (found.world, there) != (self._topology.world, here):
+            names = [
+                " x ".join(f"{axis} {size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=False))
+                for mesh in (there, here)
+            ]
+            raise InvalidRequest(
+                f"step {found.step} was saved by {found.world} ranks ({names[0]}); here are {self._topology.world} "
+                f"({names[1]})",
+                reason=error_pb2.REASON_LAYOUT_MISMATCH,
+                hint="restore with the mesh that saved",
+                step=found.step,
+                phase="restore",
+            )
+
+    def _refuse(self, attachment: Attachment, attempt: int, error: CkptdError) -> None:
+        """Tell all ranks that this one cannot use the step, best effort."""
+        wire = error.to_wire()
+        wire.rank = self._topology.rank
+        part = WantPart(session=attachment.session, attempt=attempt, refused=wire)
+        with contextlib.suppress(CkptdError):
+            for _ in self._link.stream(attachment, "Want", iter([part]), timeout_s=_CALL_S, phase="restore"):
+                pass
+
+    def _want(self, attachment: Attachment, attempt: int, restoring: Restoring, deadline: float) -> _Fetched | None:
+        targets = restoring.targets
+        parts = self._link.stream(
+            attachment,
+            "Want",
+            _want_parts(attachment.session, attempt, targets.wanted, targets.objects),
+            timeout_s=max(0.1, deadline - time.monotonic()) + _ANSWER_SLACK_S,
+            phase="restore",
+        )
+        fetched = _Fetched(pieces=[], objects={}, bytes_by_tier={})
+        for part in parts:
+            if part.superseded:
+                return None
+            _take_part(part, targets.wanted, targets.objects, fetched)
+        _check_complete(fetched, targets.wanted, targets.objects)
+        return fetched
+
+    def _files(self, attachment: Attachment, deadline: float) -> RestoredFiles:
+        if attachment.channel.shared_memory:
+            return SharedFiles()
+        return StreamedFiles(
+            lambda request: self._link.stream(
+                attachment,
+                "ReadRestored",
+                request,
+                timeout_s=max(_CALL_S, deadline - time.monotonic()),
+                phase="restore",
+            ),
+            attachment.session,
+        )
+
+    def _fill(self, fetched: _Fetched, files: RestoredFiles) -> None:
+        targets, sources = [], []
+        for wanted, path, at, offset, length in fetched.pieces:
+            view, nbytes = wanted.view, math.prod(length) * wanted.view.element_size()
+            if not nbytes:
+                continue
+            if length != wanted.row.length:
+                for dim, (begin, size) in enumerate(zip(offset, length, strict=True)):
+                    view = view.narrow(dim, begin - wanted.row.offset[dim], size)
+            data = files.read(path, at, nbytes)
+            if data.data_ptr() % view.element_size() or data.storage_offset() % view.element_size():
+                data = data.clone()
+            targets.append(view)
+            sources.append(data.view(view.dtype).view(length))
+        with torch.no_grad():
+            self._copier.copy(targets, sources)
+
+    def _done(self, attachment: Attachment, attempt: int, error: CkptdError | None) -> None:
+        """Say that the buffers may go. Their end does not change what was restored, so nothing is raised."""
+        request = RestoreDoneRequest(session=attachment.session, attempt=attempt)
+        if error is not None:
+            request.error.CopyFrom(error.to_wire())
+        with contextlib.suppress(CkptdError):
+            self._link.call(attachment, "RestoreDone", request, timeout_s=_CALL_S, phase="restore")
+
+
+def _want_parts(session: str, attempt: int, wanted: list[Wanted], objects: list[str]) -> Iterator[WantPart]:
+    table = shard_table.build(one.row for one in wanted)
+    for number, rows in enumerate(shard_table.split(table)):
+        part = WantPart(rows=rows)
+        if number == 0:
+            part.session, part.attempt = session, attempt
+            part.object_names.extend(objects)
+        yield part
+
+
+def _take_part(part: FetchedPart, wanted: list[Wanted], objects: list[str], fetched: _Fetched) -> None:
+    begin = 0
+    offsets, lengths, files = list(part.source_offset), list(part.source_length), list(part.files)
+    columns = zip(part.want_row, part.file, part.file_offset, strict=True)
+    for row, file, file_offset in columns:
+        one = wanted[row]
+        end = begin + len(one.row.length)
+        piece = (one, files[file], file_offset, tuple(offsets[begin:end]), tuple(lengths[begin:end]))
+        fetched.pieces.append(piece)
+        begin = end
+    for number, file, offset, nbytes in zip(
+        part.object, part.object_file, part.object_offset, part.object_bytes, strict=True
+    ):
+        fetched.objects[objects[number]] = (files[file], offset, nbytes)
+    fetched.bytes_by_tier.update(part.bytes_by_tier)
+
+
+def _check_complete(fetched: _Fetched, wanted: list[Wanted], objects: list[str]) -> None:
+    """Refuse an answer that leaves elements out: it would leave old values among restored ones."""
+    left = {id(one): math.prod(one.row.length) for one in wanted}
+    for one, _, _, _, length in fetched.pieces:
+        left[id(one)] -= math.prod(length)
+    short = [one.row.name for one in wanted if left[id(one)]]
+    short += [name for name in objects if name not in fetched.objects]
+    if short:
+        raise CkptdError(
+            f"the agent's answer does not hold all of {len(short)} wanted entries, first {short[0]}",
+            key=short[0],
+            phase="restore",
+        )

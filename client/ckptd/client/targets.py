@@ -1,0 +1,230 @@
+"""What a restore fills: live tensors in place, fresh ones where none stands yet, and objects.
+
+Owns: comparing what is stored at this rank's coordinate with what the tracked things hold, and the one error that
+lists all differences. Does not own: fetching or copying. Invariant: nothing live is changed here; a wanted row has
+the box, dtype and shape of the view it will be copied into.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ckptd.protos import error_pb2
+from ckptd.protos.shard_table import ShardRow
+from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
+
+from .errors import InvalidRequest
+from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of
+
+_SCOPES: dict[int, str] = {SCOPE_GLOBAL: "a piece of a global tensor", SCOPE_PER_RANK: "each rank's own"}
+_SHOWN = 5
+"""Names an error shows of each kind of difference; the counts are complete."""
+
+
+class Stored:
+    """What the chosen step holds at this rank's coordinate."""
+
+    def __init__(self, rows: Iterable[ShardRow], objects: Iterable[str], aliases: Mapping[str, str]) -> None:
+        found: dict[str, list[ShardRow]] = {}
+        for row in rows:
+            found.setdefault(row.name, []).append(row)
+        self.rows: dict[str, tuple[ShardRow, ...]] = {name: tuple(held) for name, held in found.items()}
+        self.objects = frozenset(objects)
+        self.aliases = dict(aliases)
+        self._sorted = sorted(self.rows)
+
+    def names_below(self, prefix: str) -> list[str]:
+        """Return the tensor names that are `prefix` or begin with it and "/"."""
+        own = [prefix] if prefix in self.rows else []
+        below = f"{prefix}/"
+        start = bisect.bisect_left(self._sorted, below)
+        # "0" follows "/" in every encoding that names can have.
+        return own + self._sorted[start : bisect.bisect_left(self._sorted, f"{prefix}0")]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Wanted:
+    """A row to fetch, under its stored name, and the view it goes into."""
+
+    row: ShardRow
+    view: torch.Tensor
+
+
+def _describe(dtype: str, shape: Iterable[int]) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+class Targets:
+    """Collects what to fetch, thing by thing, and every difference on the way.
+
+    Args:
+        stored: What is there.
+        scope_of: The collector's rule, so that a name has the same scope in a restore as in a save.
+    """
+
+    def __init__(self, stored: Stored, scope_of: Callable[[str, object, int], int]) -> None:
+        self.stored = stored
+        self.scope_of = scope_of
+        self.wanted: list[Wanted] = []
+        self.objects: list[str] = []
+        self.tensors: dict[str, object] = {}
+        self.missing: list[str] = []
+        self.mismatched: dict[str, str] = {}
+        self._claimed: set[str] = set()
+        self._claimed_objects: set[str] = set()
+
+    def fill(self, name: str, leaf: object, *, scope: int = SCOPE_GLOBAL) -> None:
+        """Ask for a live tensor to be filled in place."""
+        pieces = pieces_of(leaf, name)
+        source = name if name in self.stored.rows else self.stored.aliases.get(name)
+        if source is None or source not in self.stored.rows:
+            if pieces.boxes:
+                self.missing.append(name)
+            return
+        if source != name:
+            self._claimed.add(name)
+        if self._fits(name, source, pieces, self.scope_of(name, leaf, scope)):
+            self._want(source, pieces)
+        self._claimed.add(source)
+        self.tensors[name] = leaf
+
+    def fits(self, name: str, leaf: object, *, scope: int) -> bool:
+        """Say whether `leaf` could be filled from what is stored as `name`; asks for nothing."""
+        pieces = pieces_of(leaf, name)
+        return self._difference(name, pieces, self.scope_of(name, leaf, scope)) is None
+
+    def _difference(self, source: str, pieces: Pieces, scope: int) -> str | None:
+        rows = self.stored.rows[source]
+        first = rows[0]
+        here = _describe(dtype_name(pieces.dtype), pieces.global_shape)
+        there = _describe(first.dtype, first.global_shape)
+        if here != there:
+            return f"stored {there}, here {here}"
+        if first.scope != scope:
+            return f"stored as {_SCOPES[first.scope]}, here {_SCOPES[scope]}"
+        stored_boxes = {row.box for row in rows}
+        held = {(box.offset, box.length) for box in pieces.boxes}
+        if stored_boxes != held:
+            return f"stored as the boxes {sorted(stored_boxes)[:2]}, here {sorted(held)[:2]} of {here}"
+        return None
+
+    def _fits(self, name: str, source: str, pieces: Pieces, scope: int) -> bool:
+        difference = self._difference(source, pieces, scope)
+        if difference is not None:
+            self.mismatched[name] = difference
+        return difference is None
+
+    def _want(self, source: str, pieces: Pieces) -> None:
+        rows = {row.box: row for row in self.stored.rows[source]}
+        for box, view in zip(pieces.boxes, pieces.views(), strict=True):
+            self.wanted.append(Wanted(row=rows[box.offset, box.length], view=view))
+
+    def tie(self, name: str, owner: str) -> None:
+        """Say that `name` shares the memory of `owner`, which is filled."""
+        if name in self.stored.rows and name not in self._claimed:
+            self.mismatched[name] = f"stored apart, here tied to {owner}"
+        elif name not in self.stored.rows and name not in self.stored.aliases:
+            self.missing.append(name)
+        self._claimed.add(name)
+
+    def fresh(
+        self, name: str, *, like: torch.Tensor | None = None, device: torch.device | None = None
+    ) -> torch.Tensor | None:
+        """Ask for a stored tensor for which nothing stands yet; `tensors[name]` is it.
+
+        Args:
+            name: Stored name.
+            like: A tensor to be sharded like, where the stored one has its global shape.
+            device: Where to make it otherwise; default: host memory.
+
+        Returns:
+            The tensor, to be filled later; None where it cannot be made (a difference is noted).
+        """
+        rows = self.stored.rows[name]
+        first, dtype = rows[0], dtype_of(rows[0].dtype)
+        self._claimed.add(name)
+        with torch.no_grad():
+            if like is not None and first.scope == SCOPE_GLOBAL and first.global_shape == tuple(like.shape):
+                made = torch.empty_like(like, dtype=dtype, requires_grad=False)
+                if self._fits(name, name, pieces_of(made, name), first.scope):
+                    self._want(name, pieces_of(made, name))
+                self.tensors[name] = made
+                return made
+            if len(rows) == 1 and (first.scope == SCOPE_PER_RANK or first.length == first.global_shape):
+                made = torch.empty(first.length, dtype=dtype, device=device)
+                self.wanted.append(Wanted(row=first, view=made))
+                self.tensors[name] = made
+                return made
+        self.mismatched[name] = (
+            f"stored as a piece of {_describe(first.dtype, first.global_shape)}; nothing here says how to hold it"
+        )
+        return None
+
+    def object(self, name: str) -> None:
+        """Ask for an object."""
+        if name in self._claimed_objects:
+            return
+        self._claimed_objects.add(name)
+        if name in self.stored.objects:
+            self.objects.append(name)
+        else:
+            self.missing.append(name)
+
+    def unexpected(self) -> list[str]:
+        """Return what is stored and was not asked for, sorted."""
+        left = (set(self.stored.rows) | set(self.stored.aliases)) - self._claimed
+        return sorted(left | (self.stored.objects - self._claimed_objects))
+
+    def check(self, *, strict: bool, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the missing and the unexpected names.
+
+        Raises:
+            InvalidRequest: shapes, dtypes or boxes differ, or (strict) names are missing or unexpected. One error
+            with all counts.
+        """
+        missing, unexpected = tuple(self.missing), tuple(self.unexpected())
+        if not self.mismatched and not (strict and (missing or unexpected)):
+            return missing, unexpected
+        differing = [f"{name} ({why})" for name, why in self.mismatched.items()]
+        parts = [
+            f"{len(names)} {word}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
+            for word, names in (
+                ("missing in the snapshot", list(missing)),
+                ("only in the snapshot", list(unexpected)),
+                ("different", differing),
+            )
+            if names
+        ]
+        raise InvalidRequest(
+            f"step {step} does not fit what is tracked: {'; '.join(parts)}",
+            reason=error_pb2.REASON_LAYOUT_MISMATCH,
+            hint=_hint(missing, unexpected) or ("" if self.mismatched else "strict=False takes what fits"),
+            step=step,
+            key=next(iter([*self.mismatched, *missing, *unexpected])),
+            phase="restore",
+        )
+
+
+def _hint(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
+    """Return a hint where all missing names are unexpected ones with another prefix."""
+    if not missing or not unexpected:
+        return ""
+    here, there = missing[0], unexpected[0]
+    # Compare from the end: what follows a differing prefix is the same on both sides.
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(here[::-1], there[::-1], strict=False))
+    tail = "".join(character for character, _ in same)[::-1]
+    old, new = there.removesuffix(tail), here.removesuffix(tail)
+    moved = {old + name.removeprefix(new) for name in missing if name.startswith(new)}
+    if tail and moved <= set(unexpected):
+        return f"stored names begin with {old!r}, those here with {new!r}: wrapped or tracked differently?"
+    return ""
+
+
+def per_rank_value(value: object) -> object:
+    """Return what `PerRank` holds, or the value itself."""
+    return value.value if isinstance(value, PerRank) else value

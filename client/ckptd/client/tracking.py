@@ -1,0 +1,240 @@
+"""The things a Checkpointer tracks: what each is, and the order they are saved and restored in.
+
+Owns: telling modules, optimizers and stateful objects apart; the order (modules, optimizers, everything else, random
+number generators last: building what comes before may draw from them). Does not own: how each is read. Invariant:
+nothing is loaded before everything was decoded and checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
+
+from google.protobuf.message import DecodeError
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptd.protos import error_pb2
+from ckptd.protos.snapshot_pb2 import Value
+
+from . import rng
+from .errors import CkptdError, InvalidRequest, SnapshotCorrupt
+from .modules import TrackedModule
+from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
+from .optimizers import Names, TrackedOptimizer, parameter_names
+from .sharding import PerRank, Sharded
+from .state import Collected, Collector
+from .targets import Stored, Targets
+from .tree import component
+from .values import decode
+
+Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | PerRank
+"""What `track` takes."""
+
+_Other: TypeAlias = TrackedStateful | TrackedValue | TrackedRng
+
+
+class CaptureFailedError(Exception):
+    """A tracked thing's own code raised while its state was read; `__cause__` is what it raised."""
+
+    def __init__(self, name: str, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.name = name
+
+
+@contextlib.contextmanager
+def _blamed(name: str) -> Iterator[None]:
+    try:
+        yield
+    except CkptdError:
+        raise
+    except Exception as error:
+        raise CaptureFailedError(name, error) from error
+
+
+class _Things:
+    """Tracked things by kind, in the order they were given."""
+
+    def __init__(self) -> None:
+        self.modules: list[TrackedModule] = []
+        self.optimizers: list[TrackedOptimizer] = []
+        self.others: list[_Other] = []
+
+    def add(self, name: str, thing: object) -> bool:
+        """Add `thing` if it is of a kind that can be tracked."""
+        per_rank = isinstance(thing, PerRank)
+        if isinstance(thing, PerRank):
+            thing = thing.value
+        if isinstance(thing, nn.Module):
+            self.modules.append(TrackedModule(name, [thing], per_rank=per_rank))
+        elif isinstance(thing, list | tuple) and thing and all(isinstance(item, nn.Module) for item in thing):
+            self.modules.append(TrackedModule(name, thing, per_rank=per_rank))
+        elif isinstance(thing, Optimizer):
+            self.optimizers.append(TrackedOptimizer(name, thing, per_rank=per_rank))
+        elif isinstance(thing, Stateful) and not isinstance(thing, type | Sharded):
+            self.others.append(TrackedStateful(name, thing, per_rank=per_rank))
+        else:
+            return False
+        return True
+
+    def with_state(self, state: MutableMapping[str, Any] | None, taken: set[str]) -> _Things:
+        """Return these things and those of a state the caller keeps."""
+        if state is None:
+            return self
+        joined = _Things()
+        joined.modules, joined.optimizers, joined.others = [*self.modules], [*self.optimizers], [*self.others]
+        for key, value in state.items():
+            if not isinstance(key, str):
+                raise InvalidRequest(f"state: the key {key!r} is no text", hint="top-level keys name what is saved")
+            name = _checked_name(key, taken)
+            if not joined.add(name, value):
+                joined.others.append(TrackedValue(name, state, key))
+        return joined
+
+
+def _checked_name(name: str, taken: set[str]) -> str:
+    if name == rng.NAME or component(name) in taken:
+        why = (
+            "the random number generators have this name"
+            if name == rng.NAME
+            else "something is tracked as this already"
+        )
+        raise InvalidRequest(f"{name}: {why}", hint="choose another name", key=name)
+    return component(name)
+
+
+class Tracking:
+    """What one Checkpointer tracks. Not thread-safe.
+
+    Args:
+        per_rank: Patterns of tensor names that are the rank's own.
+    """
+
+    def __init__(self, per_rank: Sequence[str] = ()) -> None:
+        self._things = _Things()
+        self._collector = Collector(per_rank)
+        self._taken: set[str] = set()
+        self._hooks: dict[str, Hook] = {}
+        self._rng = TrackedRng()
+
+    def add(self, name: str, thing: object) -> None:
+        """Track `thing` as `name` from now on.
+
+        Raises:
+            InvalidRequest: the name is taken, or `thing` is of no kind that can be tracked.
+        """
+        quoted = _checked_name(name, self._taken)
+        if not self._things.add(quoted, thing):
+            raise InvalidRequest(
+                f"{name}: a {type(thing).__qualname__} cannot be tracked",
+                hint="track a module, a list of modules, an optimizer, or an object with state_dict() and "
+                "load_state_dict(); pass plain values to save(step, state) and restore_into(state)",
+                key=name,
+            )
+        self._taken.add(quoted)
+
+    def on_load(self, name: str, hook: Hook) -> None:
+        """Let `hook` change the stored value of `name` before it is loaded."""
+        self._hooks[component(name)] = hook
+
+    def collect(self, state: MutableMapping[str, Any] | None) -> Collected:
+        """Read the state of everything. Nothing is changed; the views in the result alias live tensors.
+
+        Raises:
+            InvalidRequest: something cannot be stored; `key` names it.
+            CaptureFailedError: a tracked thing's own code raised.
+        """
+        things = self._things.with_state(state, self._taken)
+        collector = self._collector
+        collector.begin()
+        for module in things.modules:
+            with _blamed(module.name):
+                module.collect(collector)
+        names = self._parameter_names(things)
+        for optimizer in things.optimizers:
+            with _blamed(optimizer.name):
+                optimizer.collect(collector, names)
+        for other in [*things.others, self._rng]:
+            with _blamed(other.name):
+                other.collect(collector)
+        return collector.finish()
+
+    def _parameter_names(self, things: _Things) -> Names:
+        if not things.optimizers:
+            return {}
+        return parameter_names(pair for module in things.modules for pair in module.parameter_names(self._collector))
+
+    def restoring(self, stored: Stored, state: MutableMapping[str, Any] | None) -> Restoring:
+        """Compare what is stored with what is tracked; see `Restoring`."""
+        things = self._things.with_state(state, self._taken)
+        return Restoring(
+            Targets(stored, self._collector.scope_of),
+            things=things,
+            generators=self._rng,
+            names=self._parameter_names(things),
+            hooks=self._hooks,
+        )
+
+
+class Restoring:
+    """One restore: first `targets` are checked, then objects decoded, then everything is loaded."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        *,
+        things: _Things,
+        generators: TrackedRng,
+        names: Names,
+        hooks: Mapping[str, Hook],
+    ) -> None:
+        self._things, self._rng, self._names, self._hooks = things, generators, names, hooks
+        self._values: dict[str, Any] = {}
+        self.targets = targets
+        stored = targets.stored
+        for module in things.modules:
+            module.prepare(stored, self.targets)
+        for optimizer in things.optimizers:
+            optimizer.prepare(stored, self.targets, names)
+        for other in [*things.others, generators]:
+            other.prepare(stored, self.targets)
+
+    def decode(self, objects: Mapping[str, bytes]) -> None:
+        """Decode and check all objects. Nothing is touched.
+
+        Raises:
+            SnapshotCorrupt: bytes that are no stored value.
+            InvalidRequest: a value that does not fit what is tracked.
+        """
+        for name, data in objects.items():
+            try:
+                value = decode(Value.FromString(data), tensor=self._tensor)
+            except (DecodeError, KeyError, ValueError, TypeError) as error:
+                raise SnapshotCorrupt(
+                    f"{name}: unexpected format of a stored object: {error}",
+                    reason=error_pb2.REASON_CORRUPT,
+                    key=name,
+                    phase="restore",
+                ) from error
+            hook = self._hooks.get(name)
+            self._values[name] = hook(value) if hook is not None else value
+        for optimizer in self._things.optimizers:
+            if optimizer.name in self._values:
+                optimizer.verify(self._values[optimizer.name], self._names)
+
+    def _tensor(self, name: str) -> object:
+        if name not in self.targets.tensors:
+            raise ValueError(f"it refers to a tensor {name!r} that is not stored")
+        return self.targets.tensors[name]
+
+    def load(self) -> None:
+        """Give everything its state; tensors are filled already. What was not fetched stays as it is."""
+        for module in self._things.modules:
+            module.load(self._values.get(module.name))
+        for optimizer in self._things.optimizers:
+            if optimizer.name in self._values:
+                optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names)
+        for other in [*self._things.others, self._rng]:
+            if other.name in self._values:
+                other.load(self._values[other.name])

@@ -1,0 +1,105 @@
+"""Nested state and flat names: how a value's place in nested containers becomes one name, and back.
+
+Owns: the spelling of names, finding the leaves of a nested state, and grafting restored values into it. Does not own:
+what a leaf is (the caller says) or how it is stored. Pure. Invariant: `split(join(*path)) == path` for every path of
+components, and two different keys of one container never give the same component.
+
+A name is components joined by "/". A text key stands as it is, with "%" and "/" written "%25" and "%2F"; the empty
+key is "%e". A position in a list or tuple is its number. Any other key is "%k" and its quoted `repr`, so that `{1: a,
+"1": b}` keeps both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
+from typing import TypeAlias
+
+Path: TypeAlias = tuple[str, ...]
+"""Components of a name, quoted."""
+
+_ESCAPES = (("%", "%25"), ("/", "%2F"))
+
+
+def _quoted(text: str) -> str:
+    for character, escape in _ESCAPES:
+        text = text.replace(character, escape)
+    return text
+
+
+def component(key: object) -> str:
+    """Return the component of a mapping's key."""
+    if type(key) is str:
+        if "%" not in key and "/" not in key:
+            return key or "%e"
+        return _quoted(key)
+    return "%k" + _quoted(repr(key))
+
+
+def text_key(part: str) -> str | None:
+    """Return the text key that `component` made `part` of, or None when the key was no text."""
+    if "%" not in part:
+        return part
+    if part == "%e":
+        return ""
+    if part.startswith("%k"):
+        return None
+    for character, escape in reversed(_ESCAPES):
+        part = part.replace(escape, character)
+    return part
+
+
+def join(*parts: str) -> str:
+    """Return the name of a path."""
+    return "/".join(parts)
+
+
+def split(name: str) -> Path:
+    """Return the path of a name."""
+    return tuple(name.split("/"))
+
+
+def children(value: object) -> Iterator[tuple[str, object]]:
+    """Yield components and values of a container in order; nothing for what is no container."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield component(key), item
+    elif isinstance(value, list | tuple):
+        for position, item in enumerate(value):
+            yield str(position), item
+
+
+def leaves(
+    value: object, *, is_leaf: Callable[[object], bool], prefix: str, depth: int
+) -> Iterator[tuple[str, object]]:
+    """Yield (name, leaf) for every value below `value` that `is_leaf` accepts, in order; others are passed over.
+
+    Args:
+        value: Nested dicts, lists and tuples.
+        is_leaf: Says which values to yield; what it accepts is not looked into.
+        prefix: Name of `value` itself.
+        depth: Levels to descend at most, so that a state that contains itself ends.
+    """
+    if is_leaf(value):
+        yield prefix, value
+    elif depth > 0:
+        for part, item in children(value):
+            yield from leaves(item, is_leaf=is_leaf, prefix=f"{prefix}/{part}", depth=depth - 1)
+
+
+def graft(target: object, restored: object) -> object:
+    """Put `restored` in the place of `target` and return what stands there; mutable containers stay the same objects.
+
+    Dicts and lists of the target stay the same objects and get exactly the restored content; everything else is
+    replaced.
+    """
+    if isinstance(target, MutableMapping) and isinstance(restored, dict):
+        for key in [key for key in target if key not in restored]:
+            del target[key]
+        for key, item in restored.items():
+            target[key] = graft(target[key], item) if key in target else item
+        return target
+    if isinstance(target, MutableSequence) and isinstance(restored, list):
+        kept = list(target)
+        target[:] = [graft(kept[i], item) if i < len(kept) else item for i, item in enumerate(restored)]
+        return target
+    return restored
