@@ -21,7 +21,8 @@ from pathlib import Path
 from ckptd.chaos.cluster.process import Leashed
 
 AGENT_COMMAND = (sys.executable, "-m", "ckptd.daemon.cli", "agent")
-_GRACE = timedelta(seconds=15)
+# An agent ends uploads that run; its own bound for that is 30 s.
+_GRACE = timedelta(seconds=40)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +98,7 @@ class Node:
                 *("--run-dir", str(place.run_dir)),
                 *("--data-dir", str(place.data_dir)),
                 *("--shm-dir", str(place.shm_dir)),
-                *("--listen", "127.0.0.1:0"),
+                *("--listen", "127.0.0.1"),
                 *("--advertise", "127.0.0.1"),
             ],
             environment=environment,
