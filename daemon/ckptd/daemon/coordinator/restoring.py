@@ -204,7 +204,6 @@ def _decision(state: State, ref: StepRef) -> Procedure:
 def _quarantine(state: State, entry: Quarantined) -> None:
     state.listed.keeps = [ref for ref in state.listed.keeps if history.order(ref) != history.order(entry.step)]
     state.listed.quarantined.append(entry)
-    state.adopted = [pair for pair in state.adopted if history.order(pair[0]) != history.order(entry.step)]
 
 
 def _refusal(state: State) -> Error | None:
