@@ -117,17 +117,21 @@ def test_s006_a_record_is_named_after_everything_it_names_is_durable(
         assert max(synced) < named
 
 
+@pytest.mark.parametrize("is_seen_before", [True, False])
 def test_what_stands_in_the_way_of_a_create_is_made_durable_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen_before: bool
 ) -> None:
-    """AlreadyExists is raised only after the folders of the existing object were synced."""
+    """AlreadyExists, before the write or from the race for the name, comes after a sync of the folders."""
     root = tmp_path / "root"
     LocalStore(root).put("a/b/object", b"x")
     store = LocalStore(root)
+    if not is_seen_before:
+        monkeypatch.setattr(LocalStore, "_is_there", lambda *_: False)
     record = SyscallRecord(root, monkeypatch)
     with pytest.raises(AlreadyExists):
         store.put("a/b/object", b"x")
     assert record.calls[-3:] == [("fsync", "a/b"), ("fsync", "a"), ("fsync", ".")]
+    assert (("link", "a/b/object") in record.calls) is not is_seen_before
 
 
 @pytest.mark.parametrize("call", ["fsync", "link", "write"])

@@ -251,10 +251,12 @@ def _sync(chain: list[int]) -> None:
 
 
 def _sync_path(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(PermissionError, OSError):
-            os.fsync(fd)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except PermissionError:
+        return  # a folder that we may pass but not read is somebody else's, and was there before
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -152,8 +152,7 @@ class ObstoreStore(ObjectStore):
             self._pool.submit(self._get_piece, key, view[start : start + _PIECE_BYTES], offset + start)
             for start in starts
         ]
-        # All must have ended before we return, or one would write into a buffer given back.
-        wait(pieces)
+        # Waits for all, also after a failure: none may write into a buffer already given back.
         failures = [failure for piece in pieces if (failure := piece.exception()) is not None]
         if failures:
             # A permanent failure says more than a passing one of its neighbour.
