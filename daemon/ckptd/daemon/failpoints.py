@@ -16,6 +16,9 @@ import signal
 import time
 from dataclasses import dataclass
 
+from ckptd.daemon.errors import DaemonError
+from ckptd.protos import error_pb2
+
 ENVIRONMENT_VARIABLE = "CKPTD_FAILPOINTS"
 LOG_VARIABLE = "CKPTD_FAILPOINT_LOG"
 
@@ -24,8 +27,10 @@ class FailpointError(Exception):
     """Raised by the action `error`. Never raised when no failpoint is configured."""
 
 
-class FailpointSyntaxError(ValueError):
-    """A failpoint specification does not follow the grammar."""
+class FailpointSyntaxError(DaemonError):
+    """A failpoint specification does not follow the grammar (INVALID_ARGUMENT)."""
+
+    reason = error_pb2.REASON_INVALID_ARGUMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +61,7 @@ def parse(specification: str) -> dict[str, Action]:
         action, at, nth = action.partition("@")
         verb, _, argument = action.partition(":")
         if not equals or verb not in _VERBS or (at and not nth.isdigit()):
-            raise FailpointSyntaxError(
+            raise FailpointSyntaxError.of(
                 f"{ENVIRONMENT_VARIABLE}: {entry!r} is not name=action[@nth] with action one of "
                 "kill, stop, exit:CODE, delay:SECONDS, error:TEXT"
             )
@@ -64,9 +69,9 @@ def parse(specification: str) -> dict[str, Action]:
             try:
                 float(argument)
             except ValueError:
-                raise FailpointSyntaxError(f"{ENVIRONMENT_VARIABLE}: {entry!r}: delay needs seconds") from None
+                raise FailpointSyntaxError.of(f"{ENVIRONMENT_VARIABLE}: {entry!r}: delay needs seconds") from None
         if verb == "exit" and not argument.isdigit():
-            raise FailpointSyntaxError(f"{ENVIRONMENT_VARIABLE}: {entry!r}: exit needs a code")
+            raise FailpointSyntaxError.of(f"{ENVIRONMENT_VARIABLE}: {entry!r}: exit needs a code")
         found[name] = Action(verb=verb, argument=argument, nth=int(nth) if nth else None)
     return found
 

@@ -9,11 +9,6 @@ import typer
 
 from ckptd.daemon import failpoints, serve
 from ckptd.daemon.config import load_config, printed
-from ckptd.daemon.errors import DaemonError
-from ckptd.protos import error_pb2
-
-EXIT_USAGE = 2
-EXIT_ERROR = 1
 
 
 def agent(
@@ -46,18 +41,9 @@ def agent(
         "idle_exit_s": idle_exit_s,
         "drain_s": drain_s,
     }
-    try:
-        settings, origins = load_config(flags, file=config)
-        if print_config:
-            typer.echo(printed(settings, origins), nl=False)
-            return
-        failpoints.configure_from_environment()
-        code = serve.run(settings)
-    except (DaemonError, failpoints.FailpointSyntaxError) as failure:
-        typer.echo(f"ckptd agent: {failure}", err=True)
-        usage = isinstance(failure, failpoints.FailpointSyntaxError) or failure.error.reason in (
-            error_pb2.REASON_INVALID_ARGUMENT,
-            error_pb2.REASON_NOT_ALLOWED,
-        )
-        raise typer.Exit(EXIT_USAGE if usage else EXIT_ERROR) from failure
-    raise typer.Exit(code)
+    settings, origins = load_config(flags, file=config)
+    if print_config:
+        typer.echo(printed(settings, origins), nl=False)
+        return
+    failpoints.configure_from_environment()
+    raise typer.Exit(serve.run(settings))
