@@ -137,6 +137,12 @@ def test_long_shard_is_cut_evenly() -> None:
     assert [chunk.length for chunk in layout.chunks] == [32 * MIB + 64, 32 * MIB]
 
 
+def test_small_shards_are_packed_whole_into_full_chunks() -> None:
+    """A chunk takes as many whole small shards as fit into 64 MiB, and the next one begins with the one that did not."""
+    layout = laid_out(*[(20 * MIB, 0)] * 5, (4 * MIB, 0), (20 * MIB, 0))
+    assert [chunk.length // MIB for chunk in layout.chunks] == [60, 64]
+
+
 @given(data_bytes=st.integers(0, 10**9), objects_bytes=st.integers(0, 300 * MIB))
 def test_object_chunks_cover_the_objects(data_bytes: int, objects_bytes: int) -> None:
     """Object chunks begin at the next multiple of 64 behind the tensors and cover the blob to its last byte."""

@@ -50,7 +50,7 @@ class Counting(MemoryStore):
 
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108 - shared memory is the subject
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="ckptd-test-fetch-", dir=parent))
     yield folder
     shutil.rmtree(folder)

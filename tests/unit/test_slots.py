@@ -74,7 +74,7 @@ signal.pause()
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
     """Give a folder in shared memory (or, where there is none, on disk)."""
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108 - shared memory is the subject
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="ckptd-test-slots-", dir=parent))
     yield folder
     shutil.rmtree(folder)
