@@ -251,7 +251,7 @@ VIOLATIONS: list[tuple[str, Callable[[], Case], str, str]] = [
         "the restore comes from the wrong tier",
         lambda: case(told(*HISTORY, (6.9, "agent 0", "fetched", {"bytes_by_tier": {"memory": 1, "store": 5}}))),
         "expected_restores",
-        "restored from store, not from memory",
+        "restored from mixed, not from memory",
     ),
     (
         "the job goes on from an older step",

@@ -54,7 +54,7 @@ def test_a_scenario_says_whom_what_and_when() -> None:
         ("{ step = 12 }", "{ }", 14, "exactly one of step, event, failpoint"),
         ("{ step = 12 }", '{ step = 12, event = "x" }', 14, "exactly one of step, event, failpoint"),
         ("{ step = 12 }", '{ failpoint = "x" }', 14, "a failpoint kills or stops an agent"),
-        ('restored_from = ["memory"]', 'restored_from = ["moon"]', 17, "memory, store"),
+        ('restored_from = ["memory"]', 'restored_from = ["moon"]', 17, "memory, mixed, store"),
         ("[expect]", "[expects]", 16, "unknown key 'expects'; allowed: title, proves, needs, failpoints, fault"),
     ],
 )

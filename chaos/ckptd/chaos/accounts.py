@@ -27,7 +27,8 @@ class Account:
         note: Why it was not done, if it was not.
         relaunched: Whether the job was started again because of it.
         restored_step: Step the next launch went on from; 0 for a new beginning; None if it was not relaunched.
-        restored_from: "memory" or "store"; None if nothing was restored.
+        restored_from: "memory", "store" or "mixed"; of the fresh node alone where a node was lost; None if nothing
+            was restored.
         lost_steps: Steps that had been trained and were trained again; None as above.
         recovery_s: From the fault to the first step trained after it, seconds; None if none came.
     """
@@ -80,24 +81,26 @@ def _account(history: History, fate: Struck, end: float, nproc: int) -> Account:
         note=fate.note,
         relaunched=relaunch is not None,
         restored_step=from_step,
-        restored_from=_tier(history, relaunch, restored) if relaunch is not None and restored is not None else None,
+        restored_from=_tier(history, fate, relaunch, restored)
+        if relaunch is not None and restored is not None
+        else None,
         lost_steps=None if from_step is None else max(0, reached - from_step),
         recovery_s=None if trained is None else round(trained.t - fate.t, 3),
     )
 
 
-def _tier(history: History, relaunch: Event, restored: Event) -> str:
-    """Return the slowest tier that any node read from; what rank 0 printed where the agents say nothing."""
+def _tier(history: History, fate: Struck, relaunch: Event, restored: Event) -> str:
+    """Return where the bytes came from; what rank 0 printed where the agents say nothing."""
     fetched = history.of("fetched", source="agent", after=relaunch.t, before=restored.t + 1.0)
+    fresh = {f"agent {e.fields['by']}" for e in history.of("node_replaced", after=fate.t, before=relaunch.t)}
     by_tier: dict[str, int] = {}
     for event in fetched:
         told = event.fields.get("bytes_by_tier")
-        if isinstance(told, Mapping):
+        if isinstance(told, Mapping) and (not fresh or event.source in fresh):
             for tier, count in told.items():
                 by_tier[str(tier)] = by_tier.get(str(tier), 0) + int(count)
-    if by_tier.get("store"):
-        return "store"
-    return "memory" if by_tier.get("memory") else str(restored.fields.get("tier"))
+    used = [tier for tier, count in by_tier.items() if count]
+    return "mixed" if len(used) > 1 else (used or [str(restored.fields.get("tier"))])[0]
 
 
 def _late(history: History, fate: Struck, step: int | None, nproc: int) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 DEEDS = ("kill", "stop", "continue", "lose")
 TARGETS = ("rank", "agent", "node", "coordinator", "all")
-TIERS = ("memory", "store")
+TIERS = ("memory", "mixed", "store")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,8 @@ class Expectation:
     """What must be seen besides equal bits.
 
     Attributes:
-        restored_from: Tiers the launch after the last fault may restore from; empty: anything.
+        restored_from: Tiers the launch after the first fault may restore from; empty: anything. "mixed" is both: a
+            replica that a rank of another node wrote comes from the store.
         restored_step: "fault": the first launch after the first fault goes on from the very step that was in flight.
         committed: "fault": the step that was in flight at the first fault is listed in the end, saved by that run.
         relaunches: Fewest and most launches after the first one; None: as many as faults that end a launch.

@@ -109,11 +109,17 @@ class Node:
         """Whether the present agent process listens."""
         if self.agent is None or self.agent.poll() is not None:
             return False
+        return self._told().get("pid") == self.agent.pid
+
+    def identity(self) -> str:
+        """Return the name the agent goes by in events and records; empty while it does not listen."""
+        return str(self._told().get("node", ""))
+
+    def _told(self) -> dict[str, object]:
         try:
-            told = json.loads((self.place.run_dir / "agent.json").read_text(encoding="utf-8"))
+            return dict(json.loads((self.place.run_dir / "agent.json").read_text(encoding="utf-8")))
         except (OSError, ValueError):
-            return False
-        return bool(told.get("pid") == self.agent.pid)
+            return {}
 
     def start_ranks(self, command: Sequence[str], environment: Mapping[str, str], output: Path, errors: Path) -> None:
         """Start a launcher here; what is left of the one before is killed."""

@@ -135,8 +135,9 @@ class Injector:
             return False
         if fault.kind == "rank" and event.rank is not None:
             return event.rank == fault.which
-        if fault.kind in ("agent", "node") and event.source.startswith("agent"):
-            return event.source == self._cluster.nodes[fault.which or 0].source
+        if fault.kind in ("agent", "node") and "node" in event.fields:
+            # Without a node it is an event of the whole job.
+            return bool(event.fields["node"] == self._cluster.nodes[fault.which or 0].identity())
         return True
 
     def _failpoint(self, fault: PlannedFault) -> Event | None:
