@@ -2,94 +2,17 @@
 
 from __future__ import annotations
 
-import secrets
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from fixtures.agents import AgentProcess, Agents
-from fixtures.raw_rank import RawRank, options, run_credentials
+from fixtures.agents import Agents
+from fixtures.raw_job import Job, error_of, state_of
 
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import Event
-from ckptd.protos.error_pb2 import Error
 
 pytestmark = pytest.mark.integration
-
-STATE = 300_000
-
-
-def state_of(step: int, rank: int) -> list[bytes]:
-    """Return a state that differs by step and rank, with one tensor that never changes."""
-    return [bytes([step % 251]) * STATE, bytes([100 + rank]) * STATE, bytes([step % 7, rank])]
-
-
-class Job:
-    """A run of one job: ranks on agents."""
-
-    def __init__(
-        self, root: str, nodes: list[AgentProcess], per_node: int, *, job: str = "job", **changes: object
-    ) -> None:
-        run, credentials = secrets.token_hex(8), run_credentials()
-        world = len(nodes) * per_node
-        self.ranks = [
-            RawRank(
-                node.socket,
-                root=root,
-                job=job,
-                rank=at * per_node + local,
-                world=world,
-                run=run,
-                credentials=credentials,
-                opts=options(**changes),
-            )
-            for at, node in enumerate(nodes)
-            for local in range(per_node)
-        ]
-        endpoint = self.ranks[0].lead()
-        for rank in self.ranks:
-            rank.attach(endpoint)
-
-    def each(self, call: Any) -> list[Any]:
-        """Call on every rank at once; results in order of ranks."""
-        with ThreadPoolExecutor(len(self.ranks)) as pool:
-            return list(pool.map(call, self.ranks))
-
-    def save(self, step: int) -> list[Any]:
-        """Save a step on all ranks."""
-        return self.each(
-            lambda rank: rank.save(step, state_of(step, rank.about.rank), {"rng": b"r%d.%d" % (step, rank.about.rank)})
-        )
-
-    def wait(self, step: int, state: int = Event.COMMITTED) -> None:
-        """Wait until every rank was told."""
-        self.each(lambda rank: rank.event("step", state=state, step=step))
-
-    def restored(self, step: int | None = None, **more: object) -> list[Any]:
-        """Restore on all ranks."""
-        return self.each(lambda rank: rank.restore(step, **more))
-
-    def check(self, answers: list[Any], step: int) -> None:
-        """Every rank has its own state of that step, bit for bit."""
-        for rank, (found, state, objects) in zip(self.ranks, answers, strict=True):
-            assert found.step == step
-            assert state == state_of(step, rank.about.rank)
-            assert objects == {"rng": b"r%d.%d" % (step, rank.about.rank)}
-
-    def detach(self) -> None:
-        """End in order."""
-        self.each(lambda rank: rank.detach())
-
-    def die(self) -> None:
-        """End without a word."""
-        self.each(lambda rank: rank.die())
-
-
-def error_of(failure: grpc.RpcError) -> Error:
-    """Return the Error in a status."""
-    return Error.FromString(dict(failure.trailing_metadata())["ckptd-error-bin"])
 
 
 def test_a_saved_step_is_durable_and_restores_bit_for_bit_on_two_nodes(agents: Agents, tmp_path: Path) -> None:
@@ -181,9 +104,7 @@ def test_a_flipped_bit_at_rest_is_found_named_and_left_for_the_step_before(agent
         node.kill()
         node.wipe()
         node.start()
-    victim = sorted(path for path in (root / "chunks").rglob("*") if path.is_file() and ".000000000002." in path.name)[
-        0
-    ]
+    victim = min(path for path in (root / "chunks").rglob("*") if path.is_file() and ".000000000002." in path.name)
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.chmod(0o600)
