@@ -37,6 +37,8 @@ from ckptd.storage_backends.retrying import RetryPolicy
 from ckptd.storage_backends.urls import Driver, open_store
 
 MAX_JOB_NAME = 128
+PROBE_RETRY = RetryPolicy(attempts=3, deadline=dt.timedelta(seconds=20))
+"""A store that is away when a run starts should be said so soon."""
 
 
 class Agent:
@@ -116,13 +118,14 @@ class Agent:
             return held
 
     def _open(self, root: str, driver: str) -> ObjectStore:
+        name = checked_driver(driver)
         try:
+            with open_store(root, driver=name, retry=PROBE_RETRY) as probed:
+                probe(probed)
             store = open_store(
-                root,
-                driver=checked_driver(driver),
-                retry=RetryPolicy(deadline=dt.timedelta(seconds=self.config.store_deadline_s)),
+                root, driver=name, retry=RetryPolicy(deadline=dt.timedelta(seconds=self.config.store_deadline_s))
             )
-            probe(store)
+            store.capabilities = probed.capabilities
         except (StorageError, ValueError) as failure:
             error = wire_error(failure, phase="register", node=self.node)
             error.object = root
@@ -321,12 +324,16 @@ def checked_driver(driver: str) -> Driver:
     """Return a store driver's name.
 
     Raises:
-        ValueError: it is none.
+        DaemonError: INVALID_ARGUMENT, it is none.
     """
     names: dict[str, Driver] = {"auto": "auto", "obstore": "obstore", "fsspec": "fsspec"}
     if driver in names:
         return names[driver]
-    raise ValueError(f"store driver {driver!r} is not one of auto, obstore, fsspec")
+    raise DaemonError.of(
+        f"store driver {driver!r} is not one of auto, obstore, fsspec",
+        reason=error_pb2.REASON_INVALID_ARGUMENT,
+        phase="register",
+    )
 
 
 def check_job_name(job: str) -> None:

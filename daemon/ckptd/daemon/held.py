@@ -38,6 +38,10 @@ UPLOAD_RETRY_S = (1.0, 15.0)
 """Pauses between tries of an upload that failed for a passing reason: first and longest. It ends with the step's abort."""
 
 
+PLANS_KEPT = 4
+"""Plans of a rank that are remembered beside those in use: a layout may come back."""
+
+
 class Stage(Enum):
     """Where the node's part of a snapshot stands."""
 
@@ -120,6 +124,7 @@ class HeldJob:
         self._queue: asyncio.Queue[Snapshot] = asyncio.Queue()
         self._uploading: Snapshot | None = None
         self._worker: asyncio.Task[None] | None = None
+        self._slots_changing = asyncio.Lock()
 
     # ------------------------------------------------------------ plans
 
@@ -134,29 +139,63 @@ class HeldJob:
         )
         plan = RankPlan(held=held, layout=layout)
         self._plans[(held.rank, held.plan_digest)] = plan
+        self._forget_plans(held.rank)
         path = self._plan_path(held.rank, held.plan_digest)
         await asyncio.get_running_loop().run_in_executor(self._threads, _write, path, held.SerializeToString())
         return plan
 
+    def _forget_plans(self, rank: int) -> None:
+        """Drop a rank's oldest plans, and their files, but for those that a snapshot needs."""
+        needed = {snapshot.about.plan_digest for snapshot in self.snapshots.values()}
+        mine = [key for key in self._plans if key[0] == rank and key[1] not in needed]
+        for key in mine[:-PLANS_KEPT]:
+            del self._plans[key]
+            self._plan_path(*key).unlink(missing_ok=True)
+
     # ------------------------------------------------------------ slots
 
-    def begin(self, about: HeldSnapshot, ranks: list[int], tails: dict[int, int], slots: int) -> Snapshot:
+    async def begin(
+        self, about: HeldSnapshot, tails: dict[int, int], processes: dict[int, str], slots: int
+    ) -> Snapshot:
         """Give every rank of the node a slot for a step.
+
+        Making a slot reserves its memory, which takes seconds where it is large: that runs in a thread.
+
+        Args:
+            about: the step.
+            tails: per rank, bytes of objects and trailer.
+            processes: per rank, which process fills the slot: one given up in the midst goes to no other, which could
+                still be writing.
+            slots: slots a rank may have.
 
         Raises:
             NoSpaceError: shared memory is full; nothing is kept.
             DaemonError: BUSY, every slot holds a step in flight.
         """
-        plans = {rank: self._plans[(rank, about.plan_digest)] for rank in ranks}
+        async with self._slots_changing:
+            numbers = {rank: self._free_number(rank, slots) for rank in tails}
+            snapshot = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._begun, about, tails, numbers, processes
+            )
+            self.snapshots[snapshot.key] = snapshot
+            return snapshot
+
+    def _begun(
+        self, about: HeldSnapshot, tails: dict[int, int], numbers: dict[int, int], processes: dict[int, str]
+    ) -> Snapshot:
+        plans = {rank: self._plans[(rank, about.plan_digest)] for rank in tails}
         snapshot = Snapshot(about=about, plans=plans)
         try:
-            for rank in ranks:
-                slot = self._free_slot(rank, plans[rank], tails[rank], slots)
+            for rank, tail_bytes in tails.items():
+                slot = self.pool.acquire(
+                    rank, numbers[rank], plans[rank].layout.data_bytes, tail_bytes, process=processes[rank]
+                )
                 slot.begin(
                     SlotHeader(
                         state=SlotState.WRITING,
                         job=slot.header.job,
                         run_id=about.run_id,
+                        process=processes[rank],
                         rank=rank,
                         timeline=about.timeline,
                         step=about.step,
@@ -173,11 +212,10 @@ class HeldJob:
             for slot in snapshot.slots.values():
                 slot.free()
             raise
-        self.snapshots[snapshot.key] = snapshot
         return snapshot
 
-    def _free_slot(self, rank: int, plan: RankPlan, tail_bytes: int, slots: int) -> SlotFile:
-        """Return a free slot of the rank, giving up its oldest committed step where none is free."""
+    def _free_number(self, rank: int, slots: int) -> int:
+        """Return the number of a free slot of the rank, giving up its oldest committed step where none is free."""
         taken = {slot.number: slot for slot in self.pool.slots if slot.rank == rank}
         number = next((n for n in range(slots) if n not in taken or taken[n].header.state is SlotState.FREE), None)
         if number is None:
@@ -199,7 +237,7 @@ class HeldJob:
                 rank=rank,
                 phase="begin",
             )
-        return self.pool.acquire(rank, number, plan.layout.data_bytes, tail_bytes)
+        return number
 
     def stage(self, snapshot: Snapshot, rank: int, *, objects_bytes: int, trailer_bytes: int) -> None:
         """Take a rank's slot over; the upload begins when all ranks of the node are staged.

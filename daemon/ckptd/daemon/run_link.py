@@ -236,7 +236,8 @@ class RunLink:
             if decision.HasField("base"):
                 about.base.CopyFrom(decision.base)
             tails = {rank: wait.request.tail_bytes for rank, wait in waiting.items()}
-            snapshot = self.held.begin(about, sorted(waiting), tails, max(1, self.about.options.slots))
+            processes = {rank: self.ranks[rank].about.process or self.ranks[rank].token for rank in waiting}
+            snapshot = await self.held.begin(about, tails, processes, max(1, self.about.options.slots))
         except Exception as failure:  # told to the rank and to every other one
             error = wire_error(failure, phase="begin", step=decision.step, node=self._node)
             self.say(

@@ -7,6 +7,7 @@ store. Everything else is noting what nodes say.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 
 from ckptd.daemon.coordinator import restoring, saving, starting
@@ -109,7 +110,8 @@ class Coordinator:
             if self.state.phase is not Phase.ENDED:
                 text = f"coordinator: {type(bug).__name__}: {bug}"
                 starting.refuse(self.state, make_error(error_pb2.REASON_INTERNAL, text))
-            raise
+            self.state.log("internal_error", error="".join(traceback.format_exception(bug)))
+            return
         if isinstance(operation, Wait):
             self._waits[lane] = operation
         else:

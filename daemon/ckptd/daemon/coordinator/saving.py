@@ -17,6 +17,8 @@ from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexRef
 
+DECIDED_KEPT = 64
+"""Outcomes that are remembered for a node that was away; its slots hold a few steps at most."""
 STORE_RETRY_S = 1.0
 """Pause before a record is put again when the store failed for good on it: the same bytes, so repeating is safe."""
 
@@ -311,6 +313,10 @@ def decide(state: State, run: StepRun) -> Procedure:
         outcome.aborted.CopyFrom(run.failed)
     del state.steps[run.step]
     state.decided[run.step] = run.failed
+    while len(state.decided) > DECIDED_KEPT:
+        del state.decided[next(iter(state.decided))]
+    for node in state.nodes.values():
+        node.held.pop((str(state.timeline), run.step), None)
     state.log("acknowledged", step=run.step, committed=made is not None)
     state.broadcast(CoordinatorMessage(outcome=outcome))
 

@@ -84,6 +84,8 @@ def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) 
         state.listed.decisions[(ref.timeline, ref.step)] = committed
         state.log("adopted", step=ref.step, of=ref.timeline)
     state.adopted = []
+    for node in state.nodes.values():  # whatever is of older timelines is decided now
+        node.held = {key: held for key, held in node.held.items() if key[0] == str(state.timeline)}
     state.phase = Phase.RUNNING
     state.log("started", origin=origin.step if origin is not None else None)
     announce(state)
