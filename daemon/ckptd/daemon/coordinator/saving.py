@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ckptd.daemon import history, index, keys, records
 from ckptd.daemon.coordinator.effects import Compute, GetMany, ListKeys, Procedure, ProcedureStopped, Put, Wait
-from ckptd.daemon.coordinator.state import BeginCall, Phase, State, StepRun
+from ckptd.daemon.coordinator.state import BeginCall, Phase, RefusedBegin, State, StepRun
 from ckptd.daemon.coverage import NotWhole, Whole, whole
 from ckptd.daemon.errors import DaemonError, PlanError, make_error
 from ckptd.daemon.plan import plan, plan_digest
@@ -44,6 +44,8 @@ def begin_is_due(state: State) -> bool:
     if not state.begins:
         return False
     if not state.missing(state.begins):
+        return True
+    if any(call.step in state.refused_begins for call in state.begins.values()):
         return True
     if any(not rank.attached for rank in state.ranks.values()):
         return True
@@ -108,6 +110,7 @@ def _go(state: State, step: int) -> None:
         deadline=state.now + state.lead.options.commit_timeout_s,
     )
     state.last_begun = step
+    state.refused_begins = {number: one for number, one in state.refused_begins.items() if number > step}
     indexes: list[IndexRef] = []
     if base is not None:
         known = state.listed.decisions.get((base.timeline, base.step))
@@ -139,6 +142,9 @@ def _refusal(state: State) -> Error | None:
             step=step,
             phase="begin",
         )
+    for number in steps:
+        if number in state.refused_begins:
+            return state.refused_begins[number].error
     missing = state.missing(state.begins)
     gone = [rank for rank, known in state.ranks.items() if not known.attached]
     if missing and gone:
@@ -194,6 +200,8 @@ def _busy(state: State, step: int) -> Error:
 
 def _answer_begin(state: State, *, error: Error | None = None, skipped: Error | None = None) -> None:
     steps = {call.step for call in state.begins.values()}
+    for rank, call in state.begins.items():
+        _note_told(state, rank, call.step)
     state.begins.clear()
     if skipped is not None:
         state.last_begun = max(state.last_begun, *steps)
@@ -228,10 +236,27 @@ def on_sealed(state: State, said: NodeMessage.Sealed, node: str) -> None:
 
 
 def on_failed(state: State, said: NodeMessage.StepFailed) -> None:
-    """A node cannot finish its part: the step is aborted on all ranks."""
+    """A node cannot finish its part: the step is aborted on all ranks, or refused to them if it was not begun yet."""
     run = _running(state, said.timeline, said.step)
     if run is not None and run.failed is None:
         run.failed = said.error
+    of_this_run = said.timeline in ("", str(state.timeline)) and said.error.HasField("rank")
+    if run is None and of_this_run and said.step > state.last_begun:
+        if said.step not in state.refused_begins:
+            state.refused_begins[said.step] = RefusedBegin(error=said.error, untold=set(range(state.world)))
+            state.log("begin_refused", step=said.step, error=said.error.message)
+        _note_told(state, said.error.rank, said.step)
+        while len(state.refused_begins) > DECIDED_KEPT:
+            del state.refused_begins[next(iter(state.refused_begins))]
+
+
+def _note_told(state: State, rank: int, step: int) -> None:
+    """Forget a refused begin once every rank has heard of it: the step may then be tried again."""
+    refused = state.refused_begins.get(step)
+    if refused is not None:
+        refused.untold.discard(rank)
+        if not refused.untold:
+            del state.refused_begins[step]
 
 
 def fail_unstaged(state: State, ranks: list[int], why: Error) -> None:

@@ -59,6 +59,14 @@ class BeginCall:
 
 
 @dataclass(kw_only=True, slots=True)
+class RefusedBegin:
+    """A step that one rank could not read its state for, before it asked: told to each rank that has not heard of it."""
+
+    error: Error
+    untold: set[int]
+
+
+@dataclass(kw_only=True, slots=True)
 class RestoreCall:
     """A rank that asked to restore and has no answer yet."""
 
@@ -133,6 +141,7 @@ class State:
     layouts: dict[bytes, ShardTable] = field(default_factory=dict)
     plan: Plan | None = None
     begins: dict[int, BeginCall] = field(default_factory=dict)
+    refused_begins: dict[int, RefusedBegin] = field(default_factory=dict)
     restores: dict[int, RestoreCall] = field(default_factory=dict)
     steps: dict[int, StepRun] = field(default_factory=dict)
     decided: dict[int, Error | None] = field(default_factory=dict)

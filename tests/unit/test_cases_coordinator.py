@@ -1,0 +1,60 @@
+"""Faults from the field that the coordinator alone must meet, played on a store in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fixtures.coordinated import Play, Run
+
+from ckptd.protos import error_pb2
+from ckptd.protos.coordinator_pb2 import NodeMessage
+
+
+def begin_errors(run: Run) -> list[Any]:
+    """Return the errors of all answers to Begin that the first node got."""
+    return [
+        m.begin.error for to, m in run.said if to == "node-a" and m.WhichOneof("kind") == "begin" and not m.begin.go
+    ]
+
+
+def fail(run: Run, rank: int, step: int, text: str) -> None:
+    error = error_pb2.Error(reason=error_pb2.REASON_RANK_FAILED, message=text, rank=rank, step=step)
+    run.say(
+        rank, failed=NodeMessage.StepFailed(timeline=run.timeline if run.is_running() else "", step=step, error=error)
+    )
+
+
+class TestRefusedBegin:
+    def test_s033_a_rank_that_cannot_read_its_state_ends_the_wait_of_those_that_asked(self) -> None:
+        """Rank 0 waits in Begin; rank 1's state raises: rank 0 gets that very error at once, not a deadline."""
+        run = Play().run().attach()
+        run.begin(1, ranks=(0,))
+        run.settle()
+        assert begin_errors(run) == []
+        fail(run, 1, 1, "rank 1: boom")
+        run.settle()
+        assert [error.message for error in begin_errors(run)] == ["rank 1: boom"]
+
+    def test_s033_a_rank_that_asks_after_the_failure_hears_of_it_and_the_step_can_be_tried_again(self) -> None:
+        """The failure comes first: rank 0 gets it when it asks; after all ranks were told the same step is saved."""
+        run = Play().run().attach()
+        fail(run, 1, 1, "rank 1: boom")
+        run.begin(1, ranks=(0,))
+        run.settle()
+        assert [error.message for error in begin_errors(run)] == ["rank 1: boom"]
+        run.begin(1)
+        run.settle()
+        run.stage(1)
+        run.seal(1)
+        run.settle()
+        assert run.outcomes() == {1: True}
+
+    def test_s033_the_failure_of_one_step_does_not_touch_the_next(self) -> None:
+        """Ranks that never ask for the refused step are not told of it later, and the next step commits."""
+        run = Play().run().attach()
+        fail(run, 1, 1, "rank 1: boom")
+        run.save(2)
+        run.settle()
+        assert run.outcomes() == {2: True}
+        assert begin_errors(run) == []
+        assert not run.state.refused_begins
