@@ -130,7 +130,7 @@ class TestCommit:
         for look in (True, False):
             with monkeypatch.context() as patch:
                 if not look:
-                    patch.setattr(saving, "fenced_by", lambda state, keys: False)
+                    patch.setattr(saving, "fenced_by", lambda *_: False)
                 play = Play()
                 old = play.run().attach()
                 old.begin(1)
@@ -160,23 +160,38 @@ class TestCommit:
         assert list(run.outcomes()) == [1, 2]
         assert listed(play) == [(run.timeline, 1), (run.timeline, 2)]
 
-    def test_a_step_whose_base_was_dropped_aborts(self) -> None:
-        """R4: step 3 refers to step 1, which step 2's record drops: it aborts, naming the base."""
+    def test_the_base_of_a_step_in_flight_stays_listed(self) -> None:
+        """R4, liveness: with keep_last=1, step 2's record still lists step 1 because step 3 refers to it."""
         play = Play()
         run = play.run(keep_last=1).attach()
         run.save(1)
         run.settle()
-        run.begin(2)
-        run.settle()
-        run.begin(3)
-        run.settle()
+        for step in (2, 3):
+            run.begin(step)
+            run.settle()
         for step in (2, 3):
             run.stage(step)
             run.seal(step)
         run.settle()
-        assert run.outcomes() == {1: True, 2: True, 3: False}
+        assert run.outcomes() == {1: True, 2: True, 3: True}
+        assert listed(play) == [(run.timeline, 3)]
+
+    def test_a_step_whose_base_is_no_longer_listed_aborts(self) -> None:
+        """R4: the base of step 2 is found bad while step 2 is in flight; it aborts, naming the base."""
+        play = Play()
+        run = committed_once(play)
+        run.begin(2)
+        run.settle()
+        run.stage(2)
+        restore(run)
+        run.settle()
+        bad = error_pb2.Error(reason=error_pb2.REASON_CORRUPT, message="damaged")
+        run.say(0, restore_failed=NodeMessage.RestoreFailed(rank=0, attempt=1, error=bad))
+        run.settle()
+        run.seal(2)
+        run.settle()
+        assert run.outcomes() == {1: True, 2: False}
         assert run.last("outcome").outcome.aborted.reason == error_pb2.REASON_BASE_DROPPED
-        assert listed(play) == [(run.timeline, 2)]
 
     def test_a_store_that_is_away_at_the_decision_delays_it_and_nothing_else(self) -> None:
         """A record is put again with the same bytes until the store answers; meanwhile saves are skipped as busy."""
@@ -256,7 +271,7 @@ class TestAbort:
         ready(new)
         new.settle()
         if not look:
-            monkeypatch.setattr(saving, "fenced_by", lambda state, keys: False)
+            monkeypatch.setattr(saving, "fenced_by", lambda *_: False)
         old.say(1, failed=NodeMessage.StepFailed(timeline=old.timeline, step=1))
         old.settle()
         assert (old.timeline, 1) in listed(play)

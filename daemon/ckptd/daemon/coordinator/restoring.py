@@ -208,7 +208,10 @@ def _quarantine(state: State, entry: Quarantined) -> None:
 
 def _refusal(state: State) -> Error | None:
     if state.phase is Phase.ENDED:
-        return state.fenced or state.refusal
+        over = make_error(
+            error_pb2.REASON_UNAVAILABLE, "the run has ended: a newer one took its place", phase="restore"
+        )
+        return state.fenced or state.refusal or over
     missing = state.missing(state.restores)
     if missing:
         return make_error(

@@ -316,6 +316,7 @@ def decide(state: State, run: StepRun) -> Procedure:
             retention=state.lead.options.retention,
             pins=pins,
             created_at=state.stamp(),
+            also_keep=[other.base for other in state.steps.values() if other is not run and other.base is not None],
         )
         label = "decision"
     else:
