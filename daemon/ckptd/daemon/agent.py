@@ -184,7 +184,7 @@ class Agent:
         """Listen where the run's coordinator listened before, if this agent was restarted: the others look for it there."""
         host = self.config.listen
         advertise = self.config.advertise or host
-        path = self.config.run_dir / f"run-{secrets_free(run_id)}.port"
+        path = self._port_file(run_id)
         before = _read_port(path)
         for port in dict.fromkeys((before, self.config.port, 0)):
             if port is None:
@@ -198,6 +198,10 @@ class Agent:
             break
         path.write_text(str(runner.port))
 
+    def _port_file(self, run_id: str) -> Path:
+        name = "".join(one for one in run_id if one.isalnum())[:64]
+        return self.config.run_dir / f"run-{name}.port"
+
     def _claimed(self, runner: CoordinatorRunner) -> None:
         """A newer run of a job has its claim: older coordinators of it here have nothing left to do."""
         for other in list(self.coordinators.values()):
@@ -207,6 +211,7 @@ class Agent:
 
     def _coordinator_closed(self, runner: CoordinatorRunner) -> None:
         self.coordinators.pop(runner.lead.run_id, None)
+        self._port_file(runner.lead.run_id).unlink(missing_ok=True)
         asyncio.get_running_loop().create_task(_stopped(runner))
 
     async def attach(self, request: AttachRequest) -> Session:
@@ -373,11 +378,6 @@ def check_attach(request: AttachRequest) -> None:
         wrong = f"coordinate {list(request.coordinate)} does not fit the mesh {list(request.mesh.sizes)}"
     if wrong:
         raise DaemonError.of(wrong, reason=error_pb2.REASON_INVALID_ARGUMENT, rank=request.rank, phase="register")
-
-
-def secrets_free(run_id: str) -> str:
-    """Return a name for a run that may stand in a file name."""
-    return "".join(one for one in run_id if one.isalnum())[:64]
 
 
 def _read_port(path: Path) -> int | None:
