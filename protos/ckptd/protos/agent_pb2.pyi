@@ -28,6 +28,8 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class HelloRequest(google.protobuf.message.Message):
+    """Which versions and features the client knows."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MIN_VERSION_FIELD_NUMBER: builtins.int
@@ -37,6 +39,7 @@ class HelloRequest(google.protobuf.message.Message):
     min_version: builtins.int
     """Lowest and highest protocol version the client speaks."""
     max_version: builtins.int
+    """See min_version."""
     ckptd_version: builtins.str
     """Information only."""
     @property
@@ -57,6 +60,8 @@ global___HelloRequest = HelloRequest
 
 @typing.final
 class HelloReply(google.protobuf.message.Message):
+    """What both ends will speak, and who the agent is."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VERSION_FIELD_NUMBER: builtins.int
@@ -75,7 +80,9 @@ class HelloReply(google.protobuf.message.Message):
     shm_probe_path: builtins.str
     """A file (0600) that a trainer on the same host can open and map; it holds `shm_probe_token`. Shared memory is used only when that works."""
     shm_probe_token: builtins.bytes
+    """16 random bytes, new with every agent process."""
     pid: builtins.int
+    """The agent's process, as its own pid namespace numbers it."""
     @property
     def capabilities(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Capabilities in common."""
@@ -123,6 +130,8 @@ global___RunCredentials = RunCredentials
 
 @typing.final
 class LeadRequest(google.protobuf.message.Message):
+    """Everything a coordinator needs to know of its run before any rank attaches."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ROOT_FIELD_NUMBER: builtins.int
@@ -133,16 +142,25 @@ class LeadRequest(google.protobuf.message.Message):
     CREDENTIALS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
     root: builtins.str
+    """Root URL of the job."""
     job: builtins.str
+    """The user's name of the job."""
     run_id: builtins.str
     """Random, made by rank 0, shared by all ranks of the run."""
     world: builtins.int
+    """Ranks of the run; at least 1."""
     @property
-    def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh: ...
+    def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh:
+        """Mesh of the run; the product of its sizes is `world`."""
+
     @property
-    def credentials(self) -> global___RunCredentials: ...
+    def credentials(self) -> global___RunCredentials:
+        """The run's own, with private_key."""
+
     @property
-    def options(self) -> global___RunOptions: ...
+    def options(self) -> global___RunOptions:
+        """Settings of the run."""
+
     def __init__(
         self,
         *,
@@ -161,6 +179,8 @@ global___LeadRequest = LeadRequest
 
 @typing.final
 class LeadReply(google.protobuf.message.Message):
+    """Where the coordinator listens."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ENDPOINT_FIELD_NUMBER: builtins.int
@@ -213,7 +233,9 @@ class RunOptions(google.protobuf.message.Message):
     store_driver: builtins.str
     """Store driver: "auto", "obstore" or "fsspec"."""
     @property
-    def retention(self) -> ckptd.protos.snapshot_pb2.Retention: ...
+    def retention(self) -> ckptd.protos.snapshot_pb2.Retention:
+        """Which steps stay."""
+
     def __init__(
         self,
         *,
@@ -236,6 +258,8 @@ global___RunOptions = RunOptions
 
 @typing.final
 class AttachRequest(google.protobuf.message.Message):
+    """Who the rank is, and which run it belongs to. root, job, run_id, world, mesh and options are equal on all ranks."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ROOT_FIELD_NUMBER: builtins.int
@@ -252,10 +276,15 @@ class AttachRequest(google.protobuf.message.Message):
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
     root: builtins.str
+    """Root URL of the job."""
     job: builtins.str
+    """The user's name of the job."""
     run_id: builtins.str
+    """As rank 0 made it."""
     rank: builtins.int
+    """Global rank, below `world`."""
     world: builtins.int
+    """Ranks of the run."""
     pid: builtins.int
     """Process to watch (pidfd) where trainer and agent share a pid namespace; 0 if unknown."""
     endpoint: builtins.str
@@ -265,7 +294,9 @@ class AttachRequest(google.protobuf.message.Message):
     process: builtins.str
     """Bytes "<pid>:<start time>" of the process where known: a second Attach with the same value is a reconnect."""
     @property
-    def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh: ...
+    def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh:
+        """Mesh of the run."""
+
     @property
     def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The rank's coordinate, one entry per axis."""
@@ -275,7 +306,9 @@ class AttachRequest(google.protobuf.message.Message):
         """Without private_key."""
 
     @property
-    def options(self) -> global___RunOptions: ...
+    def options(self) -> global___RunOptions:
+        """Settings of the run."""
+
     def __init__(
         self,
         *,
@@ -311,6 +344,7 @@ class Event(google.protobuf.message.Message):
     class _StateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[Event._State.ValueType], builtins.type):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         STATE_UNSPECIFIED: Event._State.ValueType  # 0
+        """Not set; a peer that sends it has a bug."""
         STAGED: Event._State.ValueType  # 1
         """All ranks' bytes are their agents'."""
         COMMITTED: Event._State.ValueType  # 2
@@ -318,8 +352,11 @@ class Event(google.protobuf.message.Message):
         ABORTED: Event._State.ValueType  # 3
         """The step does not count; the marker is durable."""
 
-    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """States a rank hears of; a step only moves down this list, and ends in COMMITTED or ABORTED."""
+
     STATE_UNSPECIFIED: Event.State.ValueType  # 0
+    """Not set; a peer that sends it has a bug."""
     STAGED: Event.State.ValueType  # 1
     """All ranks' bytes are their agents'."""
     COMMITTED: Event.State.ValueType  # 2
@@ -354,8 +391,11 @@ class Event(google.protobuf.message.Message):
         STATE_FIELD_NUMBER: builtins.int
         ERROR_FIELD_NUMBER: builtins.int
         step: builtins.int
+        """Number of the step."""
         timeline: builtins.str
+        """Timeline the step was begun in."""
         state: global___Event.State.ValueType
+        """What it is now."""
         @property
         def error(self) -> ckptd.protos.error_pb2.Error:
             """Why, for ABORTED."""
@@ -379,9 +419,13 @@ class Event(google.protobuf.message.Message):
     timeline: builtins.str
     """Number of the timeline from now on; sent when the start record is written, also after a coordinator restart."""
     @property
-    def attached(self) -> global___Event.Attached: ...
+    def attached(self) -> global___Event.Attached:
+        """The session stands."""
+
     @property
-    def step(self) -> global___Event.StepState: ...
+    def step(self) -> global___Event.StepState:
+        """A step changed state."""
+
     @property
     def fenced(self) -> ckptd.protos.error_pb2.Error:
         """A newer timeline has taken over: exit, do not restart."""
@@ -407,6 +451,8 @@ global___Event = Event
 
 @typing.final
 class LayoutPart(google.protobuf.message.Message):
+    """A part of a rank's layout; the parts of one call are one table."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
@@ -440,6 +486,8 @@ global___LayoutPart = LayoutPart
 
 @typing.final
 class LayoutReply(google.protobuf.message.Message):
+    """The layout is known."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
@@ -450,6 +498,8 @@ global___LayoutReply = LayoutReply
 
 @typing.final
 class BeginRequest(google.protobuf.message.Message):
+    """A rank asks to save a step."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
@@ -458,7 +508,9 @@ class BeginRequest(google.protobuf.message.Message):
     TAIL_BYTES_FIELD_NUMBER: builtins.int
     TIMEOUT_S_FIELD_NUMBER: builtins.int
     session: builtins.str
+    """As Attach gave it."""
     step: builtins.int
+    """Number of the step; above every one this run has begun, below 10^12."""
     layout_digest: builtins.bytes
     """Of the rank's present layout, as put."""
     tail_bytes: builtins.int
@@ -480,6 +532,8 @@ global___BeginRequest = BeginRequest
 
 @typing.final
 class BeginReply(google.protobuf.message.Message):
+    """The coordinator's answer, and the rank's slot."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GO_FIELD_NUMBER: builtins.int
@@ -503,12 +557,17 @@ class BeginReply(google.protobuf.message.Message):
     data_offset: builtins.int
     """Where in the file the tensor stream begins, and its bytes."""
     data_bytes: builtins.int
+    """See data_offset."""
     tail_offset: builtins.int
     """Where objects and trailer begin, and the bytes they may take."""
     tail_capacity: builtins.int
+    """See tail_offset."""
     timeline: builtins.str
+    """Timeline the step belongs to."""
     @property
-    def skipped(self) -> ckptd.protos.error_pb2.Error: ...
+    def skipped(self) -> ckptd.protos.error_pb2.Error:
+        """Why not (BUSY); absent on go."""
+
     def __init__(
         self,
         *,
@@ -530,12 +589,16 @@ global___BeginReply = BeginReply
 
 @typing.final
 class PlanRequest(google.protobuf.message.Message):
+    """Asks for the plan of the calling rank."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     PLAN_DIGEST_FIELD_NUMBER: builtins.int
     session: builtins.str
+    """As Attach gave it."""
     plan_digest: builtins.bytes
+    """As Begin gave it: BLAKE3, 32 bytes."""
     def __init__(
         self,
         *,
@@ -574,6 +637,8 @@ global___PlanPart = PlanPart
 
 @typing.final
 class SlotBytes(google.protobuf.message.Message):
+    """A piece of a slot or of a restored file."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
@@ -586,6 +651,7 @@ class SlotBytes(google.protobuf.message.Message):
     step: builtins.int
     """First part only; meaningless in ReadRestored."""
     slot: builtins.int
+    """First part only: number of the slot, as Begin gave it; meaningless in ReadRestored."""
     offset: builtins.int
     """Offset of `data` in the slot's (or restored) file, in bytes."""
     data: builtins.bytes
@@ -605,10 +671,13 @@ global___SlotBytes = SlotBytes
 
 @typing.final
 class SlotBytesReply(google.protobuf.message.Message):
+    """The slot holds what was sent."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RECEIVED_FIELD_NUMBER: builtins.int
     received: builtins.int
+    """Bytes taken in this call."""
     def __init__(
         self,
         *,
@@ -620,6 +689,8 @@ global___SlotBytesReply = SlotBytesReply
 
 @typing.final
 class StagedRequest(google.protobuf.message.Message):
+    """A rank hands its filled slot over."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
@@ -628,8 +699,11 @@ class StagedRequest(google.protobuf.message.Message):
     OBJECTS_BYTES_FIELD_NUMBER: builtins.int
     TRAILER_BYTES_FIELD_NUMBER: builtins.int
     session: builtins.str
+    """As Attach gave it."""
     step: builtins.int
+    """Number of the step."""
     slot: builtins.int
+    """Number of the slot, as Begin gave it."""
     objects_bytes: builtins.int
     """Bytes of objects at tail_offset; the trailer follows at the next multiple of 8."""
     trailer_bytes: builtins.int
@@ -649,6 +723,8 @@ global___StagedRequest = StagedRequest
 
 @typing.final
 class StagedReply(google.protobuf.message.Message):
+    """The bytes are the agent's."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
@@ -659,15 +735,21 @@ global___StagedReply = StagedReply
 
 @typing.final
 class FailStepRequest(google.protobuf.message.Message):
+    """A rank cannot finish a step."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     session: builtins.str
+    """As Attach gave it."""
     step: builtins.int
+    """Number of the step."""
     @property
-    def error(self) -> ckptd.protos.error_pb2.Error: ...
+    def error(self) -> ckptd.protos.error_pb2.Error:
+        """Why; every other rank gets it."""
+
     def __init__(
         self,
         *,
@@ -682,6 +764,8 @@ global___FailStepRequest = FailStepRequest
 
 @typing.final
 class FailStepReply(google.protobuf.message.Message):
+    """The coordinator is told."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
@@ -692,6 +776,8 @@ global___FailStepReply = FailStepReply
 
 @typing.final
 class RestoreRequest(google.protobuf.message.Message):
+    """A rank asks for a step to restore. Equal on all ranks, but for the session."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
@@ -700,11 +786,13 @@ class RestoreRequest(google.protobuf.message.Message):
     TIMEOUT_S_FIELD_NUMBER: builtins.int
     ROLLBACK_FIELD_NUMBER: builtins.int
     session: builtins.str
+    """As Attach gave it."""
     step: builtins.int
     """Absent: the newest."""
     raise_on_corrupt: builtins.bool
     """False: a bad newest step is left for the next older one, loudly."""
     timeout_s: builtins.float
+    """Seconds the caller waits; the smaller of it and restore_timeout_s counts."""
     rollback: builtins.bool
     """The step asked for is older than the newest, and everything newer may be dropped from history."""
     def __init__(
@@ -724,6 +812,8 @@ global___RestoreRequest = RestoreRequest
 
 @typing.final
 class StoredPart(google.protobuf.message.Message):
+    """A part of the answer to Restore."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     @typing.final
@@ -777,22 +867,31 @@ class StoredPart(google.protobuf.message.Message):
         found: builtins.bool
         """False: the root holds no step."""
         step: builtins.int
+        """Number of the chosen step."""
         timeline: builtins.str
+        """Timeline the step was saved in."""
         tier: builtins.str
         """"memory" when all bytes this node needs are in slots, else "store"."""
         world: builtins.int
+        """Ranks that saved it."""
         attempt: builtins.int
         """Names this attempt; goes into Want."""
         @property
-        def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+        def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+            """As given to save()."""
+
         @property
-        def tags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+        def tags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+            """As given to save()."""
+
         @property
         def fell_back_from(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.Quarantined]:
             """Steps that were found bad and left, newest first."""
 
         @property
-        def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh: ...
+        def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh:
+            """Mesh the step was saved with."""
+
         def __init__(
             self,
             *,
@@ -815,7 +914,9 @@ class StoredPart(google.protobuf.message.Message):
     OBJECT_NAMES_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
     @property
-    def found(self) -> global___StoredPart.Found: ...
+    def found(self) -> global___StoredPart.Found:
+        """Set in the first part only."""
+
     @property
     def rows(self) -> ckptd.protos.snapshot_pb2.ShardTable:
         """Rows stored at this rank's coordinate."""
@@ -825,7 +926,9 @@ class StoredPart(google.protobuf.message.Message):
         """Objects stored at this rank's coordinate."""
 
     @property
-    def aliases(self) -> ckptd.protos.snapshot_pb2.AliasTable: ...
+    def aliases(self) -> ckptd.protos.snapshot_pb2.AliasTable:
+        """Names stored at this rank's coordinate that share memory."""
+
     def __init__(
         self,
         *,
@@ -841,6 +944,8 @@ global___StoredPart = StoredPart
 
 @typing.final
 class WantPart(google.protobuf.message.Message):
+    """A part of what a rank wants of the chosen step."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
@@ -851,6 +956,7 @@ class WantPart(google.protobuf.message.Message):
     session: builtins.str
     """First part only."""
     attempt: builtins.int
+    """First part only: as Found gave it."""
     @property
     def rows(self) -> ckptd.protos.snapshot_pb2.ShardTable:
         """Boxes wanted; the columns names, dtypes, name, dtype, ndim, global_shape, box_offset, box_length, scope, nbytes are used."""
@@ -879,6 +985,8 @@ global___WantPart = WantPart
 
 @typing.final
 class FetchedPart(google.protobuf.message.Message):
+    """Where verified bytes stand."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     @typing.final
@@ -921,29 +1029,41 @@ class FetchedPart(google.protobuf.message.Message):
         """One piece per row: it holds the C-contiguous box [source_offset, source_offset + source_length) of the tensor wanted in want_row."""
 
     @property
-    def file(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def file(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Piece: position in `files` of this part."""
+
     @property
     def file_offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """In bytes."""
 
     @property
-    def nbytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def nbytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Piece: its length in bytes."""
+
     @property
     def source_offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Flattened by the wanted row's ndim, in elements of the global tensor."""
 
     @property
-    def source_length(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def source_length(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """See source_offset."""
+
     @property
     def object(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Objects: position in WantPart.object_names, file, offset and bytes."""
 
     @property
-    def object_file(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def object_file(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Object: position in `files` of this part."""
+
     @property
-    def object_offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def object_offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Object: in bytes, in its file."""
+
     @property
-    def object_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def object_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Object: its length in bytes."""
+
     @property
     def bytes_by_tier(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """First part only: where this node's bytes came from, in bytes by tier ("memory", "store")."""
@@ -971,6 +1091,8 @@ global___FetchedPart = FetchedPart
 
 @typing.final
 class ReadRestoredRequest(google.protobuf.message.Message):
+    """Asks for a range of a file that FetchedPart named."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
@@ -978,9 +1100,13 @@ class ReadRestoredRequest(google.protobuf.message.Message):
     OFFSET_FIELD_NUMBER: builtins.int
     NBYTES_FIELD_NUMBER: builtins.int
     session: builtins.str
+    """As Attach gave it."""
     file: builtins.str
+    """As FetchedPart named it; any other path is refused."""
     offset: builtins.int
+    """First byte wanted."""
     nbytes: builtins.int
+    """Bytes wanted."""
     def __init__(
         self,
         *,
@@ -995,13 +1121,17 @@ global___ReadRestoredRequest = ReadRestoredRequest
 
 @typing.final
 class RestoreDoneRequest(google.protobuf.message.Message):
+    """A rank has copied what it wanted, or failed to."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     session: builtins.str
+    """As Attach gave it."""
     attempt: builtins.int
+    """As Found gave it."""
     @property
     def error(self) -> ckptd.protos.error_pb2.Error:
         """Absent: all was copied."""
@@ -1020,6 +1150,8 @@ global___RestoreDoneRequest = RestoreDoneRequest
 
 @typing.final
 class RestoreDoneReply(google.protobuf.message.Message):
+    """Noted."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
@@ -1030,10 +1162,13 @@ global___RestoreDoneReply = RestoreDoneReply
 
 @typing.final
 class DetachRequest(google.protobuf.message.Message):
+    """A rank ends its session in order."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: builtins.int
     session: builtins.str
+    """As Attach gave it."""
     def __init__(
         self,
         *,
@@ -1045,6 +1180,8 @@ global___DetachRequest = DetachRequest
 
 @typing.final
 class DetachReply(google.protobuf.message.Message):
+    """The session has ended."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
@@ -1055,6 +1192,8 @@ global___DetachReply = DetachReply
 
 @typing.final
 class StatusRequest(google.protobuf.message.Message):
+    """Asks for the agent's state."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
@@ -1065,10 +1204,14 @@ global___StatusRequest = StatusRequest
 
 @typing.final
 class StatusReply(google.protobuf.message.Message):
+    """What the agent holds and whom it serves."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     @typing.final
     class SlotStatus(google.protobuf.message.Message):
+        """One slot that holds a step."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         JOB_FIELD_NUMBER: builtins.int
@@ -1078,12 +1221,17 @@ class StatusReply(google.protobuf.message.Message):
         STATE_FIELD_NUMBER: builtins.int
         BYTES_FIELD_NUMBER: builtins.int
         job: builtins.str
+        """The user's name of the job."""
         rank: builtins.int
+        """Global rank."""
         timeline: builtins.str
+        """Timeline of the step it holds."""
         step: builtins.int
+        """Step it holds."""
         state: builtins.str
         """"free", "writing", "staged", "sealed", "committed"."""
         bytes: builtins.int
+        """Length of its file, in bytes."""
         def __init__(
             self,
             *,
@@ -1102,13 +1250,17 @@ class StatusReply(google.protobuf.message.Message):
     SESSIONS_FIELD_NUMBER: builtins.int
     COORDINATORS_FIELD_NUMBER: builtins.int
     node: builtins.str
+    """uuid of the agent's data folder."""
     pid: builtins.int
+    """The agent's process."""
     sessions: builtins.int
     """Sessions of living ranks."""
     coordinators: builtins.int
     """Coordinators this agent plays."""
     @property
-    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatusReply.SlotStatus]: ...
+    def slots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatusReply.SlotStatus]:
+        """Slots that hold a step, of all jobs."""
+
     def __init__(
         self,
         *,

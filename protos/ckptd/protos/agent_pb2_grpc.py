@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AgentStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """What a rank may ask of its node's agent.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -112,7 +113,8 @@ class AgentStub(object):
 
 
 class AgentServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """What a rank may ask of its node's agent.
+    """
 
     def Hello(self, request, context):
         """Agrees on a protocol version. First call on every connection. Idempotent, changes nothing.
@@ -314,7 +316,8 @@ def add_AgentServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Agent(object):
-    """Missing associated documentation comment in .proto file."""
+    """What a rank may ask of its node's agent.
+    """
 
     @staticmethod
     def Hello(request,

@@ -23,6 +23,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class AgentStub:
+    """What a rank may ask of its node's agent."""
+
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Hello: grpc.UnaryUnaryMultiCallable[
         ckptd.protos.agent_pb2.HelloRequest,
@@ -129,6 +131,8 @@ class AgentStub:
     """What the agent is doing; for operators and tests. Changes nothing."""
 
 class AgentAsyncStub:
+    """What a rank may ask of its node's agent."""
+
     Hello: grpc.aio.UnaryUnaryMultiCallable[
         ckptd.protos.agent_pb2.HelloRequest,
         ckptd.protos.agent_pb2.HelloReply,
@@ -234,6 +238,8 @@ class AgentAsyncStub:
     """What the agent is doing; for operators and tests. Changes nothing."""
 
 class AgentServicer(metaclass=abc.ABCMeta):
+    """What a rank may ask of its node's agent."""
+
     @abc.abstractmethod
     def Hello(
         self,

@@ -22,6 +22,8 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class PingRequest(google.protobuf.message.Message):
+    """Asks whether the run lives."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
@@ -32,12 +34,16 @@ global___PingRequest = PingRequest
 
 @typing.final
 class PingReply(google.protobuf.message.Message):
+    """Who leads here."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: builtins.int
     LIVE_RANKS_FIELD_NUMBER: builtins.int
     run_id: builtins.str
+    """Run this coordinator serves."""
     live_ranks: builtins.int
+    """Ranks that are attached through a connected agent."""
     def __init__(
         self,
         *,
@@ -60,7 +66,9 @@ class Held(google.protobuf.message.Message):
     INDEX_FIELD_NUMBER: builtins.int
     FAILED_FIELD_NUMBER: builtins.int
     timeline: builtins.str
+    """Timeline of the step."""
     step: builtins.int
+    """Number of the step."""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ranks whose staged bytes are here, ascending."""
@@ -89,10 +97,14 @@ global___Held = Held
 
 @typing.final
 class NodeMessage(google.protobuf.message.Message):
+    """What an agent tells the coordinator."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     @typing.final
     class NodeHello(google.protobuf.message.Message):
+        """First message of a session: who the node is, and everything it holds. Replaces what was known of the node."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         NODE_FIELD_NUMBER: builtins.int
@@ -101,10 +113,13 @@ class NodeMessage(google.protobuf.message.Message):
         RUN_ID_FIELD_NUMBER: builtins.int
         HELD_FIELD_NUMBER: builtins.int
         node: builtins.str
+        """uuid of the agent's data folder."""
         incarnation: builtins.str
         """Random per agent process."""
         hostname: builtins.str
+        """Information only."""
         run_id: builtins.str
+        """Run the session belongs to; another run's is refused."""
         @property
         def held(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Held]:
             """What the node holds of this job, of any timeline."""
@@ -122,6 +137,8 @@ class NodeMessage(google.protobuf.message.Message):
 
     @typing.final
     class RankAttached(google.protobuf.message.Message):
+        """A rank has a session with this node's agent. Refused (RANKS_DISAGREE) when world or mesh are not the run's."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         RANK_FIELD_NUMBER: builtins.int
@@ -130,13 +147,21 @@ class NodeMessage(google.protobuf.message.Message):
         MESH_FIELD_NUMBER: builtins.int
         OPTIONS_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         world: builtins.int
+        """Ranks of the run."""
         @property
-        def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+        def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+            """Its coordinate, one entry per axis."""
+
         @property
-        def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh: ...
+        def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh:
+            """Mesh of the run."""
+
         @property
-        def options(self) -> ckptd.protos.agent_pb2.RunOptions: ...
+        def options(self) -> ckptd.protos.agent_pb2.RunOptions:
+            """As the rank gave them. Those of LeadRequest count."""
+
         def __init__(
             self,
             *,
@@ -159,9 +184,13 @@ class NodeMessage(google.protobuf.message.Message):
         CLEAN_FIELD_NUMBER: builtins.int
         WHY_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         clean: builtins.bool
+        """True after Detach."""
         @property
-        def why(self) -> ckptd.protos.error_pb2.Error: ...
+        def why(self) -> ckptd.protos.error_pb2.Error:
+            """What was seen of its end."""
+
         def __init__(
             self,
             *,
@@ -174,6 +203,8 @@ class NodeMessage(google.protobuf.message.Message):
 
     @typing.final
     class Begin(google.protobuf.message.Message):
+        """A rank asks to save. Said again after a reconnect until it is answered."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         RANK_FIELD_NUMBER: builtins.int
@@ -181,9 +212,13 @@ class NodeMessage(google.protobuf.message.Message):
         LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
         TIMEOUT_S_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         step: builtins.int
+        """Number of the step."""
         layout_digest: builtins.bytes
+        """BLAKE3 (32 bytes) of the rank's layout."""
         timeout_s: builtins.float
+        """Seconds the rank waits; the smaller of it and begin_timeout_s counts."""
         def __init__(
             self,
             *,
@@ -196,14 +231,19 @@ class NodeMessage(google.protobuf.message.Message):
 
     @typing.final
     class Staged(google.protobuf.message.Message):
+        """A rank's bytes are this agent's."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         RANK_FIELD_NUMBER: builtins.int
         STEP_FIELD_NUMBER: builtins.int
         TIMELINE_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         step: builtins.int
+        """Number of the step."""
         timeline: builtins.str
+        """Timeline of the step."""
         def __init__(
             self,
             *,
@@ -223,9 +263,13 @@ class NodeMessage(google.protobuf.message.Message):
         STEP_FIELD_NUMBER: builtins.int
         INDEX_FIELD_NUMBER: builtins.int
         timeline: builtins.str
+        """Timeline of the step."""
         step: builtins.int
+        """Number of the step."""
         @property
-        def index(self) -> ckptd.protos.snapshot_pb2.IndexRef: ...
+        def index(self) -> ckptd.protos.snapshot_pb2.IndexRef:
+            """The node's index."""
+
         def __init__(
             self,
             *,
@@ -238,15 +282,21 @@ class NodeMessage(google.protobuf.message.Message):
 
     @typing.final
     class StepFailed(google.protobuf.message.Message):
+        """The node, or a rank of it, cannot finish a step: it is aborted on all ranks."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         TIMELINE_FIELD_NUMBER: builtins.int
         STEP_FIELD_NUMBER: builtins.int
         ERROR_FIELD_NUMBER: builtins.int
         timeline: builtins.str
+        """Timeline of the step."""
         step: builtins.int
+        """Number of the step."""
         @property
-        def error(self) -> ckptd.protos.error_pb2.Error: ...
+        def error(self) -> ckptd.protos.error_pb2.Error:
+            """Why; every rank gets it."""
+
         def __init__(
             self,
             *,
@@ -259,6 +309,8 @@ class NodeMessage(google.protobuf.message.Message):
 
     @typing.final
     class Restore(google.protobuf.message.Message):
+        """A rank asks to restore. Said again after a reconnect until it is answered."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         RANK_FIELD_NUMBER: builtins.int
@@ -267,10 +319,15 @@ class NodeMessage(google.protobuf.message.Message):
         TIMEOUT_S_FIELD_NUMBER: builtins.int
         ROLLBACK_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         step: builtins.int
+        """Absent: the newest."""
         raise_on_corrupt: builtins.bool
+        """False: a bad newest step is left for the next older one."""
         timeout_s: builtins.float
+        """Seconds the rank waits; the smaller of it and restore_timeout_s counts."""
         rollback: builtins.bool
+        """The step asked for may be older than the newest."""
         def __init__(
             self,
             *,
@@ -293,7 +350,9 @@ class NodeMessage(google.protobuf.message.Message):
         RANK_FIELD_NUMBER: builtins.int
         ATTEMPT_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         attempt: builtins.int
+        """As RestoreChosen numbered it."""
         def __init__(
             self,
             *,
@@ -304,13 +363,17 @@ class NodeMessage(google.protobuf.message.Message):
 
     @typing.final
     class RestoreFailed(google.protobuf.message.Message):
+        """A rank's bytes cannot be had, or the rank cannot use the step."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         RANK_FIELD_NUMBER: builtins.int
         ATTEMPT_FIELD_NUMBER: builtins.int
         ERROR_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         attempt: builtins.int
+        """As RestoreChosen numbered it."""
         @property
         def error(self) -> ckptd.protos.error_pb2.Error:
             """CORRUPT falls back to an older step; anything else fails the restore on all ranks."""
@@ -327,15 +390,21 @@ class NodeMessage(google.protobuf.message.Message):
 
     @typing.final
     class RestoreDone(google.protobuf.message.Message):
+        """A rank has copied; for the event log."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         RANK_FIELD_NUMBER: builtins.int
         ATTEMPT_FIELD_NUMBER: builtins.int
         ERROR_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         attempt: builtins.int
+        """As RestoreChosen numbered it."""
         @property
-        def error(self) -> ckptd.protos.error_pb2.Error: ...
+        def error(self) -> ckptd.protos.error_pb2.Error:
+            """Absent: all was copied."""
+
         def __init__(
             self,
             *,
@@ -358,27 +427,49 @@ class NodeMessage(google.protobuf.message.Message):
     RESTORE_FAILED_FIELD_NUMBER: builtins.int
     RESTORE_DONE_FIELD_NUMBER: builtins.int
     @property
-    def hello(self) -> global___NodeMessage.NodeHello: ...
+    def hello(self) -> global___NodeMessage.NodeHello:
+        """First message of every session."""
+
     @property
-    def attached(self) -> global___NodeMessage.RankAttached: ...
+    def attached(self) -> global___NodeMessage.RankAttached:
+        """A rank came."""
+
     @property
-    def gone(self) -> global___NodeMessage.RankGone: ...
+    def gone(self) -> global___NodeMessage.RankGone:
+        """A rank ended."""
+
     @property
-    def begin(self) -> global___NodeMessage.Begin: ...
+    def begin(self) -> global___NodeMessage.Begin:
+        """A rank asks to save."""
+
     @property
-    def staged(self) -> global___NodeMessage.Staged: ...
+    def staged(self) -> global___NodeMessage.Staged:
+        """A rank's slot is full."""
+
     @property
-    def sealed(self) -> global___NodeMessage.Sealed: ...
+    def sealed(self) -> global___NodeMessage.Sealed:
+        """This node's part is in the store."""
+
     @property
-    def failed(self) -> global___NodeMessage.StepFailed: ...
+    def failed(self) -> global___NodeMessage.StepFailed:
+        """This node's part cannot be had."""
+
     @property
-    def restore(self) -> global___NodeMessage.Restore: ...
+    def restore(self) -> global___NodeMessage.Restore:
+        """A rank asks to restore."""
+
     @property
-    def restore_ready(self) -> global___NodeMessage.RestoreReady: ...
+    def restore_ready(self) -> global___NodeMessage.RestoreReady:
+        """A rank may copy as soon as all may."""
+
     @property
-    def restore_failed(self) -> global___NodeMessage.RestoreFailed: ...
+    def restore_failed(self) -> global___NodeMessage.RestoreFailed:
+        """A rank cannot restore the offered step."""
+
     @property
-    def restore_done(self) -> global___NodeMessage.RestoreDone: ...
+    def restore_done(self) -> global___NodeMessage.RestoreDone:
+        """A rank has copied."""
+
     def __init__(
         self,
         *,
@@ -402,6 +493,8 @@ global___NodeMessage = NodeMessage
 
 @typing.final
 class CoordinatorMessage(google.protobuf.message.Message):
+    """What the coordinator tells an agent."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     @typing.final
@@ -412,6 +505,7 @@ class CoordinatorMessage(google.protobuf.message.Message):
 
         INCARNATION_FIELD_NUMBER: builtins.int
         incarnation: builtins.str
+        """16 hex digits."""
         def __init__(
             self,
             *,
@@ -421,12 +515,16 @@ class CoordinatorMessage(google.protobuf.message.Message):
 
     @typing.final
     class NeedLayout(google.protobuf.message.Message):
+        """A rank's layout is not known here: SendLayout it."""
+
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         RANK_FIELD_NUMBER: builtins.int
         DIGEST_FIELD_NUMBER: builtins.int
         rank: builtins.int
+        """Global rank."""
         digest: builtins.bytes
+        """As the rank's Begin named it."""
         def __init__(
             self,
             *,
@@ -449,9 +547,13 @@ class CoordinatorMessage(google.protobuf.message.Message):
         BASE_FIELD_NUMBER: builtins.int
         BASE_INDEXES_FIELD_NUMBER: builtins.int
         step: builtins.int
+        """Number of the step."""
         timeline: builtins.str
+        """Timeline of the step."""
         go: builtins.bool
+        """True: copy."""
         plan_digest: builtins.bytes
+        """On go: BLAKE3 (32 bytes) of the plan, for FetchPlan."""
         @property
         def error(self) -> ckptd.protos.error_pb2.Error:
             """Why not (BUSY), or the error that every rank gets."""
@@ -461,7 +563,9 @@ class CoordinatorMessage(google.protobuf.message.Message):
             """The step to refer to, and its indexes; absent if none."""
 
         @property
-        def base_indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.IndexRef]: ...
+        def base_indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.IndexRef]:
+            """Every node's index of `base`."""
+
         def __init__(
             self,
             *,
@@ -485,7 +589,9 @@ class CoordinatorMessage(google.protobuf.message.Message):
         TIMELINE_FIELD_NUMBER: builtins.int
         STEP_FIELD_NUMBER: builtins.int
         timeline: builtins.str
+        """Timeline of the step."""
         step: builtins.int
+        """Number of the step."""
         def __init__(
             self,
             *,
@@ -504,9 +610,13 @@ class CoordinatorMessage(google.protobuf.message.Message):
         STEP_FIELD_NUMBER: builtins.int
         ABORTED_FIELD_NUMBER: builtins.int
         timeline: builtins.str
+        """Timeline of the step."""
         step: builtins.int
+        """Number of the step."""
         @property
-        def aborted(self) -> ckptd.protos.error_pb2.Error: ...
+        def aborted(self) -> ckptd.protos.error_pb2.Error:
+            """Why the step does not count."""
+
         def __init__(
             self,
             *,
@@ -526,6 +636,7 @@ class CoordinatorMessage(google.protobuf.message.Message):
         TIMELINE_FIELD_NUMBER: builtins.int
         KEEPS_FIELD_NUMBER: builtins.int
         timeline: builtins.str
+        """The timeline that runs from now on."""
         @property
         def keeps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.StepRef]:
             """Steps of older timelines that count from now on; every other one the node holds of an older timeline is dead."""
@@ -550,13 +661,21 @@ class CoordinatorMessage(google.protobuf.message.Message):
         COMMITTED_FIELD_NUMBER: builtins.int
         FELL_BACK_FROM_FIELD_NUMBER: builtins.int
         attempt: builtins.int
+        """As RestoreChosen numbered it."""
         found: builtins.bool
+        """False: the root holds no step."""
         @property
-        def step(self) -> ckptd.protos.snapshot_pb2.StepRef: ...
+        def step(self) -> ckptd.protos.snapshot_pb2.StepRef:
+            """The step on offer."""
+
         @property
-        def committed(self) -> ckptd.protos.snapshot_pb2.Committed: ...
+        def committed(self) -> ckptd.protos.snapshot_pb2.Committed:
+            """Its decision."""
+
         @property
-        def fell_back_from(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.Quarantined]: ...
+        def fell_back_from(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.Quarantined]:
+            """Steps that were found bad before this one, newest first."""
+
         def __init__(
             self,
             *,
@@ -577,6 +696,7 @@ class CoordinatorMessage(google.protobuf.message.Message):
 
         ATTEMPT_FIELD_NUMBER: builtins.int
         attempt: builtins.int
+        """As RestoreChosen numbered it."""
         def __init__(
             self,
             *,
@@ -593,8 +713,11 @@ class CoordinatorMessage(google.protobuf.message.Message):
         ATTEMPT_FIELD_NUMBER: builtins.int
         ERROR_FIELD_NUMBER: builtins.int
         attempt: builtins.int
+        """As RestoreChosen numbered it."""
         @property
-        def error(self) -> ckptd.protos.error_pb2.Error: ...
+        def error(self) -> ckptd.protos.error_pb2.Error:
+            """The same for all ranks."""
+
         def __init__(
             self,
             *,
@@ -616,27 +739,45 @@ class CoordinatorMessage(google.protobuf.message.Message):
     RESTORE_ERROR_FIELD_NUMBER: builtins.int
     FENCED_FIELD_NUMBER: builtins.int
     @property
-    def welcome(self) -> global___CoordinatorMessage.Welcome: ...
+    def welcome(self) -> global___CoordinatorMessage.Welcome:
+        """First message of every session."""
+
     @property
     def refused(self) -> ckptd.protos.error_pb2.Error:
         """The run cannot start; the session ends."""
 
     @property
-    def need_layout(self) -> global___CoordinatorMessage.NeedLayout: ...
+    def need_layout(self) -> global___CoordinatorMessage.NeedLayout:
+        """Send a layout."""
+
     @property
-    def begin(self) -> global___CoordinatorMessage.BeginDecision: ...
+    def begin(self) -> global___CoordinatorMessage.BeginDecision:
+        """Go, skip, or the error of a step."""
+
     @property
-    def staged(self) -> global___CoordinatorMessage.AllStaged: ...
+    def staged(self) -> global___CoordinatorMessage.AllStaged:
+        """A step is staged on all ranks."""
+
     @property
-    def outcome(self) -> global___CoordinatorMessage.Outcome: ...
+    def outcome(self) -> global___CoordinatorMessage.Outcome:
+        """A step is decided."""
+
     @property
-    def started(self) -> global___CoordinatorMessage.Started: ...
+    def started(self) -> global___CoordinatorMessage.Started:
+        """The timeline runs."""
+
     @property
-    def restore_chosen(self) -> global___CoordinatorMessage.RestoreChosen: ...
+    def restore_chosen(self) -> global___CoordinatorMessage.RestoreChosen:
+        """A step is on offer."""
+
     @property
-    def restore_go(self) -> global___CoordinatorMessage.RestoreGo: ...
+    def restore_go(self) -> global___CoordinatorMessage.RestoreGo:
+        """Copy."""
+
     @property
-    def restore_error(self) -> global___CoordinatorMessage.RestoreError: ...
+    def restore_error(self) -> global___CoordinatorMessage.RestoreError:
+        """The restore ends."""
+
     @property
     def fenced(self) -> ckptd.protos.error_pb2.Error:
         """A newer timeline has taken over."""
@@ -664,6 +805,8 @@ global___CoordinatorMessage = CoordinatorMessage
 
 @typing.final
 class NodeLayoutPart(google.protobuf.message.Message):
+    """A part of a rank's layout; the parts of one call are one table."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: builtins.int
@@ -673,9 +816,13 @@ class NodeLayoutPart(google.protobuf.message.Message):
     run_id: builtins.str
     """First part only."""
     rank: builtins.int
+    """First part only."""
     digest: builtins.bytes
+    """First part only: BLAKE3 (32 bytes) of the whole table; checked."""
     @property
-    def rows(self) -> ckptd.protos.snapshot_pb2.ShardTable: ...
+    def rows(self) -> ckptd.protos.snapshot_pb2.ShardTable:
+        """Consecutive rows."""
+
     def __init__(
         self,
         *,
@@ -691,6 +838,8 @@ global___NodeLayoutPart = NodeLayoutPart
 
 @typing.final
 class NodeLayoutReply(google.protobuf.message.Message):
+    """The layout is known."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     def __init__(
@@ -701,14 +850,19 @@ global___NodeLayoutReply = NodeLayoutReply
 
 @typing.final
 class NodePlanRequest(google.protobuf.message.Message):
+    """Asks for the plan of one rank."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RUN_ID_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     PLAN_DIGEST_FIELD_NUMBER: builtins.int
     run_id: builtins.str
+    """Run the plan belongs to."""
     rank: builtins.int
+    """Global rank."""
     plan_digest: builtins.bytes
+    """As BeginDecision gave it."""
     def __init__(
         self,
         *,
@@ -722,6 +876,8 @@ global___NodePlanRequest = NodePlanRequest
 
 @typing.final
 class NodePlanPart(google.protobuf.message.Message):
+    """Consecutive rows of the plan."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WRITER_FIELD_NUMBER: builtins.int

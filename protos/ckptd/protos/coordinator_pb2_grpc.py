@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CoordinatorStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """What an agent may ask of the coordinator of a run.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -57,7 +58,8 @@ class CoordinatorStub(object):
 
 
 class CoordinatorServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """What an agent may ask of the coordinator of a run.
+    """
 
     def Session(self, request_iterator, context):
         """One per node and run. The first message is NodeHello.
@@ -119,7 +121,8 @@ def add_CoordinatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Coordinator(object):
-    """Missing associated documentation comment in .proto file."""
+    """What an agent may ask of the coordinator of a run.
+    """
 
     @staticmethod
     def Session(request_iterator,

@@ -23,6 +23,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class CoordinatorStub:
+    """What an agent may ask of the coordinator of a run."""
+
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     Session: grpc.StreamStreamMultiCallable[
         ckptd.protos.coordinator_pb2.NodeMessage,
@@ -49,6 +51,8 @@ class CoordinatorStub:
     """Says whether this run has living ranks; answered without a token. A second start of the job asks it, as a courtesy."""
 
 class CoordinatorAsyncStub:
+    """What an agent may ask of the coordinator of a run."""
+
     Session: grpc.aio.StreamStreamMultiCallable[
         ckptd.protos.coordinator_pb2.NodeMessage,
         ckptd.protos.coordinator_pb2.CoordinatorMessage,
@@ -74,6 +78,8 @@ class CoordinatorAsyncStub:
     """Says whether this run has living ranks; answered without a token. A second start of the job asks it, as a courtesy."""
 
 class CoordinatorServicer(metaclass=abc.ABCMeta):
+    """What an agent may ask of the coordinator of a run."""
+
     @abc.abstractmethod
     def Session(
         self,

@@ -14,6 +14,8 @@ DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
 @typing.final
 class ReadChunkRequest(google.protobuf.message.Message):
+    """Names a chunk, and a range of it."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: builtins.int
@@ -24,6 +26,7 @@ class ReadChunkRequest(google.protobuf.message.Message):
     offset: builtins.int
     """Range in bytes; length 0 = to the end."""
     length: builtins.int
+    """See offset."""
     def __init__(
         self,
         *,
@@ -37,6 +40,8 @@ global___ReadChunkRequest = ReadChunkRequest
 
 @typing.final
 class ChunkBytes(google.protobuf.message.Message):
+    """A piece of a chunk."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OFFSET_FIELD_NUMBER: builtins.int

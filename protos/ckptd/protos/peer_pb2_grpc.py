@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class PeerStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """What an agent may ask of another one.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class PeerStub(object):
 
 
 class PeerServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """What an agent may ask of another one.
+    """
 
     def ReadChunk(self, request, context):
         """Streams the stored bytes of a chunk the peer holds in a slot or cache. The receiver checks the digest.
@@ -69,7 +71,8 @@ def add_PeerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Peer(object):
-    """Missing associated documentation comment in .proto file."""
+    """What an agent may ask of another one.
+    """
 
     @staticmethod
     def ReadChunk(request,

@@ -20,6 +20,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
     ...
 
 class PeerStub:
+    """What an agent may ask of another one."""
+
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
     ReadChunk: grpc.UnaryStreamMultiCallable[
         ckptd.protos.peer_pb2.ReadChunkRequest,
@@ -30,6 +32,8 @@ class PeerStub:
     """
 
 class PeerAsyncStub:
+    """What an agent may ask of another one."""
+
     ReadChunk: grpc.aio.UnaryStreamMultiCallable[
         ckptd.protos.peer_pb2.ReadChunkRequest,
         ckptd.protos.peer_pb2.ChunkBytes,
@@ -39,6 +43,8 @@ class PeerAsyncStub:
     """
 
 class PeerServicer(metaclass=abc.ABCMeta):
+    """What an agent may ask of another one."""
+
     @abc.abstractmethod
     def ReadChunk(
         self,

@@ -157,6 +157,7 @@ class Claim(google.protobuf.message.Message):
     CREATED_AT_FIELD_NUMBER: builtins.int
     CERTIFICATE_SHA256_FIELD_NUMBER: builtins.int
     format_version: builtins.int
+    """As in Job."""
     timeline: builtins.str
     """"<8-digit number>-<nonce>"."""
     run_id: builtins.str
@@ -172,7 +173,9 @@ class Claim(google.protobuf.message.Message):
     certificate_sha256: builtins.str
     """SHA-256 (lowercase hex) of the DER of the certificate the coordinator shows; used by the courtesy only."""
     @property
-    def mesh(self) -> global___Mesh: ...
+    def mesh(self) -> global___Mesh:
+        """Mesh of the run."""
+
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ClaimNode]:
         """Every node of the run with its ranks; together they are 0..world-1, each once."""
@@ -210,6 +213,7 @@ class StepRef(google.protobuf.message.Message):
     RECORD_KEY_FIELD_NUMBER: builtins.int
     RECORD_BLAKE3_FIELD_NUMBER: builtins.int
     step: builtins.int
+    """Number of the step."""
     timeline: builtins.str
     """Timeline the step was saved in."""
     record_key: builtins.str
@@ -239,6 +243,7 @@ class IndexRef(google.protobuf.message.Message):
     BLAKE3_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     node: builtins.str
+    """uuid of the agent's data folder."""
     key: builtins.str
     """Key relative to the root."""
     blake3: builtins.str
@@ -357,6 +362,7 @@ class Committed(google.protobuf.message.Message):
     CREATED_AT_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
     world: builtins.int
+    """Ranks that saved it."""
     state_digest: builtins.str
     """BLAKE3 (lowercase hex) over the sorted (name, dtype, shape, box, fingerprint) and objects by coordinate."""
     posthumous: builtins.bool
@@ -368,9 +374,13 @@ class Committed(google.protobuf.message.Message):
         """One per node of the claim."""
 
     @property
-    def mesh(self) -> global___Mesh: ...
+    def mesh(self) -> global___Mesh:
+        """Mesh it was saved with."""
+
     @property
-    def totals(self) -> global___Totals: ...
+    def totals(self) -> global___Totals:
+        """Sums over all ranks."""
+
     @property
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """As given to save()."""
@@ -415,7 +425,9 @@ class Aborted(google.protobuf.message.Message):
 
     WHY_FIELD_NUMBER: builtins.int
     @property
-    def why(self) -> ckptd.protos.error_pb2.Error: ...
+    def why(self) -> ckptd.protos.error_pb2.Error:
+        """What went wrong, and on which rank."""
+
     def __init__(
         self,
         *,
@@ -437,12 +449,17 @@ class Decision(google.protobuf.message.Message):
     COMMITTED_FIELD_NUMBER: builtins.int
     ABORTED_FIELD_NUMBER: builtins.int
     step: builtins.int
+    """Number of the step."""
     timeline: builtins.str
     """Timeline the step was saved in."""
     @property
-    def committed(self) -> global___Committed: ...
+    def committed(self) -> global___Committed:
+        """The step counts."""
+
     @property
-    def aborted(self) -> global___Aborted: ...
+    def aborted(self) -> global___Aborted:
+        """It does not."""
+
     def __init__(
         self,
         *,
@@ -470,6 +487,7 @@ class StartRecord(google.protobuf.message.Message):
     rollback: builtins.bool
     """True when `from` was chosen older than the newest listed step."""
     run_id: builtins.str
+    """Run that wrote it; equal to its claim's."""
     @property
     def adopted(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Decision]:
         """Decisions of whole, undecided steps of the previous timeline, in full, ascending."""
@@ -495,9 +513,13 @@ class Quarantined(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     WHY_FIELD_NUMBER: builtins.int
     @property
-    def step(self) -> global___StepRef: ...
+    def step(self) -> global___StepRef:
+        """The step, as the record that last listed it did."""
+
     @property
-    def why(self) -> ckptd.protos.error_pb2.Error: ...
+    def why(self) -> ckptd.protos.error_pb2.Error:
+        """What was found; names the object."""
+
     def __init__(
         self,
         *,
@@ -550,16 +572,23 @@ class Record(google.protobuf.message.Message):
     PINS_SEEN_FIELD_NUMBER: builtins.int
     CREATED_AT_FIELD_NUMBER: builtins.int
     format_version: builtins.int
+    """As in Job."""
     timeline: builtins.str
     """Timeline that wrote it."""
     created_at: builtins.str
     """Information only: RFC 3339, UTC."""
     @property
-    def required_features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def required_features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As in Job."""
+
     @property
-    def start(self) -> global___StartRecord: ...
+    def start(self) -> global___StartRecord:
+        """In log/<timeline>.start.json."""
+
     @property
-    def decision(self) -> global___Decision: ...
+    def decision(self) -> global___Decision:
+        """In log/<timeline>.<12-digit step>.json."""
+
     @property
     def keeps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepRef]:
         """All steps kept from now on, ordered by (timeline, step). Empty in an abort marker, which is no record in the
@@ -735,6 +764,7 @@ class RankSection(google.protobuf.message.Message):
     CHUNK_ENCODING_FIELD_NUMBER: builtins.int
     CHUNK_PLAIN_LENGTH_FIELD_NUMBER: builtins.int
     rank: builtins.int
+    """Global rank."""
     fingerprints: builtins.bytes
     """Row of shards: xxh3-128 over the box's plain bytes, 16 bytes each (big-endian canonical form), concatenated."""
     object_fingerprints: builtins.bytes
@@ -758,7 +788,9 @@ class RankSection(google.protobuf.message.Message):
         """Row of shards: offset in bytes in this rank's stream; 0 and meaningless where writer is another rank."""
 
     @property
-    def aliases(self) -> global___AliasTable: ...
+    def aliases(self) -> global___AliasTable:
+        """Names that share memory."""
+
     @property
     def object_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Objects (typed values, see Value), one per tracked entry."""
@@ -828,9 +860,11 @@ class SectionEntry(google.protobuf.message.Message):
     LENGTH_FIELD_NUMBER: builtins.int
     BLAKE3_FIELD_NUMBER: builtins.int
     rank: builtins.int
+    """Global rank."""
     offset: builtins.int
     """From the start of the file, in bytes."""
     length: builtins.int
+    """In bytes."""
     blake3: builtins.bytes
     """BLAKE3 over the section, 32 bytes: a reader of one section need not read the others."""
     def __init__(
@@ -919,11 +953,15 @@ class IndexHeader(google.protobuf.message.Message):
     TAGS_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
     format_version: builtins.int
+    """As in Job."""
     step: builtins.int
+    """Number of the step."""
     timeline: builtins.str
+    """Timeline the step was saved in."""
     node: builtins.str
     """uuid of the agent's data folder."""
     world: builtins.int
+    """Ranks of the run."""
     plan_digest: builtins.bytes
     """BLAKE3, 32 bytes: the plan (layouts of all ranks and who writes what) the step was saved with."""
     digest_algorithm: builtins.str
@@ -933,9 +971,13 @@ class IndexHeader(google.protobuf.message.Message):
     new_bytes: builtins.int
     """Stored bytes that this node put for this step."""
     @property
-    def required_features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def required_features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As in Job."""
+
     @property
-    def mesh(self) -> global___Mesh: ...
+    def mesh(self) -> global___Mesh:
+        """Mesh of the run."""
+
     @property
     def sections(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SectionEntry]:
         """Ranks of this node, ascending."""
@@ -953,7 +995,9 @@ class IndexHeader(google.protobuf.message.Message):
         """As given to save(), from this node's lowest rank."""
 
     @property
-    def tags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    def tags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """As metrics."""
+
     @property
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Information only, of the trainer: {"ckptd": …, "torch": …}."""
@@ -1020,6 +1064,7 @@ class Value(google.protobuf.message.Message):
     none: builtins.bool
     """None."""
     boolean: builtins.bool
+    """bool."""
     integer: builtins.int
     """int that fits 64 bits."""
     big_integer: builtins.bytes
@@ -1027,7 +1072,9 @@ class Value(google.protobuf.message.Message):
     float_bits: builtins.int
     """float, bits kept (NaN payloads too): IEEE 754 binary64."""
     text: builtins.str
+    """str."""
     blob: builtins.bytes
+    """bytes."""
     torch_dtype: builtins.str
     """torch dtype, without "torch."."""
     torch_device: builtins.str
@@ -1037,11 +1084,17 @@ class Value(google.protobuf.message.Message):
     numpy_dtype: builtins.str
     """numpy dtype, in numpy's string form ("<f4")."""
     @property
-    def list(self) -> global___Sequence: ...
+    def list(self) -> global___Sequence:
+        """list."""
+
     @property
-    def tuple(self) -> global___Sequence: ...
+    def tuple(self) -> global___Sequence:
+        """tuple."""
+
     @property
-    def mapping(self) -> global___Mapping: ...
+    def mapping(self) -> global___Mapping:
+        """dict."""
+
     @property
     def array(self) -> global___Array:
         """numpy array or scalar."""
@@ -1051,7 +1104,9 @@ class Value(google.protobuf.message.Message):
         """list or tuple of ints that fit 64 bits (an RNG state has 625)."""
 
     @property
-    def integer_tuple(self) -> global___Integers: ...
+    def integer_tuple(self) -> global___Integers:
+        """See integer_list."""
+
     @property
     def complex(self) -> global___Complex:
         """complex, bits kept."""
@@ -1061,13 +1116,17 @@ class Value(google.protobuf.message.Message):
         """set and frozenset, in sorted order of their encoded bytes."""
 
     @property
-    def frozenset(self) -> global___Sequence: ...
+    def frozenset(self) -> global___Sequence:
+        """See set."""
+
     @property
     def ordered_mapping(self) -> global___Mapping:
         """collections.OrderedDict, collections.Counter (type kept)."""
 
     @property
-    def counter(self) -> global___Mapping: ...
+    def counter(self) -> global___Mapping:
+        """See ordered_mapping."""
+
     @property
     def default_mapping(self) -> global___Mapping:
         """collections.defaultdict whose factory is not kept (restored as the target's, or a plain dict)."""
@@ -1112,11 +1171,15 @@ global___Value = Value
 
 @typing.final
 class Sequence(google.protobuf.message.Message):
+    """Values in order."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ITEMS_FIELD_NUMBER: builtins.int
     @property
-    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Value]: ...
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Value]:
+        """Each any Value."""
+
     def __init__(
         self,
         *,
@@ -1135,9 +1198,13 @@ class Mapping(google.protobuf.message.Message):
     KEYS_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
     @property
-    def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Value]: ...
+    def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Value]:
+        """Keys, no two equal."""
+
     @property
-    def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Value]: ...
+    def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Value]:
+        """The value of each key, same order."""
+
     def __init__(
         self,
         *,
@@ -1150,11 +1217,15 @@ global___Mapping = Mapping
 
 @typing.final
 class Integers(google.protobuf.message.Message):
+    """Integers in order."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     ITEMS_FIELD_NUMBER: builtins.int
     @property
-    def items(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def items(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Each fits 64 bits."""
+
     def __init__(
         self,
         *,
@@ -1166,12 +1237,16 @@ global___Integers = Integers
 
 @typing.final
 class Complex(google.protobuf.message.Message):
+    """A complex number."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     REAL_BITS_FIELD_NUMBER: builtins.int
     IMAG_BITS_FIELD_NUMBER: builtins.int
     real_bits: builtins.int
+    """IEEE 754 binary64."""
     imag_bits: builtins.int
+    """IEEE 754 binary64."""
     def __init__(
         self,
         *,
@@ -1195,10 +1270,13 @@ class Array(google.protobuf.message.Message):
     dtype: builtins.str
     """numpy's string form, e.g. "<f4", "|b1"; object dtypes are refused."""
     data: builtins.bytes
+    """Product of shape times the dtype's size, in bytes."""
     scalar: builtins.bool
     """A numpy scalar (np.float32(1)), not an array."""
     @property
-    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Length of each dimension; empty for a scalar."""
+
     def __init__(
         self,
         *,
@@ -1280,23 +1358,33 @@ class SlotTrailer(google.protobuf.message.Message):
     replica_fingerprints: builtins.bytes
     """Their xxh3-128 (16 bytes each), computed by the trainer at the same cut."""
     @property
-    def object_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def object_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the objects, in the order they stand in."""
+
     @property
     def object_offset(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Offset in bytes from the start of the slot's object region."""
 
     @property
-    def object_length(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def object_length(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Row of objects: length in bytes."""
+
     @property
     def replica_row(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Rows of the rank's layout that this rank does not write, ascending."""
 
     @property
-    def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
+    def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
+        """As given to save()."""
+
     @property
-    def tags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    def tags(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """As given to save()."""
+
     @property
-    def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]: ...
+    def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Information only, of the trainer."""
+
     def __init__(
         self,
         *,
@@ -1329,14 +1417,23 @@ class HeldPlan(google.protobuf.message.Message):
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
     PLAN_DIGEST_FIELD_NUMBER: builtins.int
     rank: builtins.int
+    """Global rank."""
     layout_digest: builtins.bytes
+    """BLAKE3 (32 bytes) of rows."""
     plan_digest: builtins.bytes
+    """BLAKE3 (32 bytes) of the plan of all ranks."""
     @property
-    def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Its coordinate, one entry per axis."""
+
     @property
-    def rows(self) -> global___ShardTable: ...
+    def rows(self) -> global___ShardTable:
+        """The rank's layout."""
+
     @property
-    def aliases(self) -> global___AliasTable: ...
+    def aliases(self) -> global___AliasTable:
+        """Names that share memory."""
+
     @property
     def writer(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Row: rank that writes it."""
@@ -1376,15 +1473,25 @@ class HeldSnapshot(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     STORE_DRIVER_FIELD_NUMBER: builtins.int
     step: builtins.int
+    """Number of the step."""
     timeline: builtins.str
+    """Timeline it was begun in."""
     world: builtins.int
+    """Ranks of the run."""
     plan_digest: builtins.bytes
+    """Names the HeldPlan of each rank."""
     root: builtins.str
+    """Root URL of the job."""
     job: builtins.str
+    """The user's name of the job."""
     run_id: builtins.str
+    """Run that began it."""
     store_driver: builtins.str
+    """As in RunOptions."""
     @property
-    def mesh(self) -> global___Mesh: ...
+    def mesh(self) -> global___Mesh:
+        """Mesh of the run."""
+
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ranks of this node, ascending."""
@@ -1394,7 +1501,9 @@ class HeldSnapshot(google.protobuf.message.Message):
         """Absent if none."""
 
     @property
-    def base_indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___IndexRef]: ...
+    def base_indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___IndexRef]:
+        """Every node's index of the base."""
+
     def __init__(
         self,
         *,
