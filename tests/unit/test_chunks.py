@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,6 @@ from ckptd.daemon.chunks import (
     ALIGNMENT,
     LARGE_SHARD_BYTES,
     MAX_CHUNK_BYTES,
-    ChunkSpan,
     StreamLayout,
     object_chunks,
     stream_layout,
@@ -159,11 +157,10 @@ def test_writer_must_have_a_row_each() -> None:
         stream_layout(4, table((1, 0), (2, 0)), [4])
 
 
-def test_hundred_thousand_rows_take_well_under_a_second() -> None:
-    """Laying out 100k rows is no matter of seconds."""
+def test_a_hundred_thousand_rows_make_few_chunks() -> None:
+    """The number of objects follows from the bytes, not from the number of tensors."""
     random.seed(1)
     rows = table(*((random.randrange(1, 5000), 0) for _ in range(100_000)))
-    begun = time.process_time()
     layout = stream_layout(0, rows, [0] * 100_000)
-    assert time.process_time() - begun < 0.7
-    assert layout.chunks[0] == ChunkSpan(offset=0, length=layout.chunks[0].length)
+    assert len(layout.chunks) <= 1 + 2 * layout.data_bytes // MAX_CHUNK_BYTES
+    assert sum(chunk.length for chunk in layout.chunks) == layout.data_bytes
