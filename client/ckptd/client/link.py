@@ -43,9 +43,7 @@ _RESETTLE_S = 2.0
 
 
 class SessionLostError(Unavailable):
-    """The session of a call is gone; a new one may come. Internal: callers begin again or turn it into
-    `Unavailable`.
-    """
+    """The session of a call is gone; a new one may come. Callers begin again, or let it out as `Unavailable`."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -152,14 +153,16 @@ def boxes_of_placements(
 ) -> tuple[LocalBox, ...]:
     """Return the boxes that the rank at `coordinate` holds of a `DTensor`.
 
-    Placements are read left to right, as torch defines them. Where that does not give the local shape, a strided
-    shard of an uneven tensor was made right to left (tensor parallel first, then FSDP), so the splits are tried in
-    that order.
+    Placements are read left to right, as torch defines them, but for one case: FSDP2 writes _StridedShard for its split
+    of a shard that tensor parallelism made before, so there the bytes were cut right to left. For even tensors both are
+    the same; for uneven ones torch's own reading (`full_tensor`) is wrong. The other order is tried where one does not
+    give the local shape.
 
     Raises:
         InvalidRequest: a placement that is no shard or replica, or none of both orders gives the local shape.
     """
-    for strided_last in (False, True):
+    by_fsdp = _is_by_fsdp(mesh_shape, placements)
+    for strided_last in (by_fsdp, not by_fsdp):
         cuts = _cuts(len(global_shape), mesh_shape, coordinate, placements, strided_last=strided_last)
         runs = [held_runs(size, cuts[dim]) for dim, size in enumerate(global_shape)]
         if tuple(_size(dimension) for dimension in runs) == local_shape:
@@ -169,6 +172,22 @@ def boxes_of_placements(
         f"of shape {local_shape} at {coordinate}, which these placements do not give",
         hint="pass Sharded(local_tensor, global_shape, offsets) instead",
     )
+
+
+def _is_by_fsdp(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> bool:
+    """Say whether every stride is the number of shards that the axes to its right make of the same dimension."""
+    for axis, placement in enumerate(placements):
+        stride = getattr(placement, "split_factor", None)
+        if stride is not None:
+            dim = getattr(placement, "dim", None)
+            right = [size for size, other in _later(axis, mesh_shape, placements) if getattr(other, "dim", None) == dim]
+            if stride != math.prod(right):
+                return False
+    return True
+
+
+def _later(axis: int, mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[tuple[int, Placement]]:
+    return list(zip(mesh_shape[axis + 1 :], placements[axis + 1 :], strict=True))
 
 
 def _cuts(
@@ -187,7 +206,7 @@ def _cuts(
         stride = getattr(placement, "split_factor", None)
         if not isinstance(placement, Shard) and stride is None:
             raise InvalidRequest(
-                f"a DTensor with placement {placement} holds no final values",
+                f"a DTensor with placement {placement!r} holds no final values",
                 hint="redistribute it to Shard or Replicate first",
             )
         dim = int(getattr(placement, "dim", 0)) % dims if dims else 0

@@ -22,6 +22,7 @@ from .errors import InvalidRequest
 from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of
 
 _SCOPES: dict[int, str] = {SCOPE_GLOBAL: "a piece of a global tensor", SCOPE_PER_RANK: "each rank's own"}
+_CANDIDATES = 64
 _SHOWN = 5
 """Names an error shows of each kind of difference; the counts are complete."""
 
@@ -211,17 +212,17 @@ class Targets:
 
 
 def _hint(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
-    """Return a hint where all missing names are unexpected ones with another prefix."""
-    if not missing or not unexpected:
+    """Return a hint where all missing names are unexpected ones with another beginning."""
+    if not missing:
         return ""
-    here, there = missing[0], unexpected[0]
-    # Compare from the end: what follows a differing prefix is the same on both sides.
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(here[::-1], there[::-1], strict=False))
-    tail = "".join(character for character, _ in same)[::-1]
-    old, new = there.removesuffix(tail), here.removesuffix(tail)
-    moved = {old + name.removeprefix(new) for name in missing if name.startswith(new)}
-    if tail and moved <= set(unexpected):
-        return f"stored names begin with {old!r}, those here with {new!r}: wrapped or tracked differently?"
+    here, known = missing[0], set(unexpected)
+    for there in itertools.islice((name for name in unexpected if name[-1] == here[-1]), _CANDIDATES):
+        # What follows a differing beginning is the same on both sides, so compare from the end.
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(here[::-1], there[::-1], strict=False))
+        length = sum(1 for _ in same)
+        old, new = there[: len(there) - length], here[: len(here) - length]
+        if all(name.startswith(new) and old + name.removeprefix(new) in known for name in missing):
+            return f"stored names begin with {old!r}, those here with {new!r}: wrapped or tracked differently?"
     return ""
 
 

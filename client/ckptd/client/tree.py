@@ -17,6 +17,7 @@ from typing import TypeAlias
 Path: TypeAlias = tuple[str, ...]
 """Components of a name, quoted."""
 
+_LONG_BITS = 64
 _ESCAPES = (("%", "%25"), ("/", "%2F"))
 
 
@@ -32,7 +33,9 @@ def component(key: object) -> str:
         if "%" not in key and "/" not in key:
             return key or "%e"
         return _quoted(key)
-    return "%k" + _quoted(repr(key))
+    # Python refuses to write very long integers in decimal.
+    is_long = type(key) is int and key.bit_length() > _LONG_BITS
+    return "%k" + (f"{key:#x}" if is_long else _quoted(repr(key)))
 
 
 def text_key(part: str) -> str | None:
