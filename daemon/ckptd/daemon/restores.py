@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,7 +20,7 @@ from ckptd.daemon import restore_plan
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob, Snapshot, wire_error
 from ckptd.daemon.restore_plan import NodePlan, Stored
-from ckptd.daemon.session import Session
+from ckptd.daemon.session import Session, answered
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
@@ -31,7 +31,6 @@ from ckptd.protos.snapshot_pb2 import ShardTable
 if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
 
-ANSWER_SLACK_S = 10.0
 T = TypeVar("T")
 
 
@@ -362,13 +361,13 @@ class NodeRestore:
         limit = session.about.options.restore_timeout_s
         return min(limit, asked) if asked > 0 else limit
 
-    async def _within(self, answer: Awaitable[T], timeout_s: float, session: Session) -> T:
+    async def _within(self, answer: asyncio.Future[T], timeout_s: float, session: Session) -> T:
         try:
-            return await asyncio.wait_for(answer, timeout_s + ANSWER_SLACK_S)
+            return await answered(answer, timeout_s, is_cut_off=lambda: bool(self._link.trouble))
         except TimeoutError:
             raise DaemonError.of(
                 f"rank {session.rank}: the restore got no answer within {timeout_s:g} s from the coordinator at "
-                f"{self._link.about.endpoint}",
+                f"{self._link.about.endpoint}{self._link.trouble}",
                 reason=error_pb2.REASON_DEADLINE_EXCEEDED,
                 rank=session.rank,
                 node=self._node,

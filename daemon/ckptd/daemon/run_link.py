@@ -20,7 +20,7 @@ from ckptd.daemon.errors import DaemonError, FencedError, make_error
 from ckptd.daemon.held import HeldJob, Snapshot, Stage, wire_error
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.restores import NodeRestore
-from ckptd.daemon.session import Session
+from ckptd.daemon.session import Session, answered
 from ckptd.daemon.slots import DATA_OFFSET
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import coordinator_pb2_grpc, error_pb2, shard_table
@@ -30,8 +30,6 @@ from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
 
 RECONNECT_S = (0.1, 2.0)
-ANSWER_SLACK_S = 10.0
-"""A call's own deadline lies this much behind the coordinator's, so that the coordinator's better error arrives first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +68,8 @@ class RunLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._ended: Error | None = None
+        self.trouble = ""
+        """Why there is no session with the coordinator, for the errors of those who wait for it; "" while there is one."""
         self.restores = NodeRestore(node=node, held=held, link=self, log=log)
         self._spawn(self._keep_connected())
 
@@ -146,10 +146,11 @@ class RunLink:
         limit = session.about.options.begin_timeout_s
         timeout = min(limit, request.timeout_s) if request.timeout_s > 0 else limit
         try:
-            return await asyncio.wait_for(waiting.answer, timeout + ANSWER_SLACK_S)
+            return await answered(waiting.answer, timeout, is_cut_off=lambda: bool(self.trouble))
         except TimeoutError:
             raise DaemonError.of(
-                f"step {request.step}: the coordinator at {self.about.endpoint} did not answer within {timeout:g} s",
+                f"step {request.step}: the coordinator at {self.about.endpoint} did not answer within {timeout:g} s"
+                f"{self.trouble}",
                 reason=error_pb2.REASON_DEADLINE_EXCEEDED,
                 step=request.step,
                 rank=session.rank,
@@ -331,10 +332,11 @@ class RunLink:
                     self._messages(self._out), metadata=rpc.token_metadata(self.about.credentials)
                 )
                 async for message in call:
-                    pause = RECONNECT_S[0]
+                    pause, self.trouble = RECONNECT_S[0], ""
                     self._on_message(message)
             except grpc.aio.AioRpcError as failure:
                 error = rpc.error_of(failure)
+                self.trouble = f"; the last connection to it failed: {error.message}"
                 if error.reason == error_pb2.REASON_PERMISSION_DENIED:
                     self._end(error)
             finally:

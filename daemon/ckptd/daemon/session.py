@@ -7,12 +7,28 @@ run's link to the coordinator, nor slots.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ckptd.daemon.supervisor import ProcessWatch
 from ckptd.protos.agent_pb2 import AttachRequest, Event
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import AliasTable, ShardTable
+
+ANSWER_SLACK_S = 10.0
+"""An agent's own deadline lies this much behind the coordinator's, so that the coordinator's better error arrives first."""
+T = TypeVar("T")
+
+
+async def answered(answer: asyncio.Future[T], timeout_s: float, *, is_cut_off: Callable[[], bool]) -> T:
+    """Wait for what the coordinator says, a little longer than `timeout_s` unless there is nobody to say it.
+
+    Raises:
+        TimeoutError: there is no answer; `answer` is cancelled.
+    """
+    await asyncio.wait({answer}, timeout=timeout_s)
+    return await asyncio.wait_for(answer, 0 if is_cut_off() else ANSWER_SLACK_S)
 
 
 @dataclass(kw_only=True, slots=True)
