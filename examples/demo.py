@@ -53,7 +53,7 @@ class Narrator:
         self._bar: TaskID | None = None
 
     def begin(self, text: str) -> None:
-        self._console.print(f"\n[bold]{text}[/bold]")
+        self._console.print(f"\n[bold]{text}[/bold]", highlight=False, soft_wrap=True)
         self._bar = self._progress.add_task("starting", total=STEPS)
 
     def end(self) -> None:
@@ -67,7 +67,7 @@ class Narrator:
             self._progress.update(self._bar, completed=event.step, description="training")
         elif line := self._line(event):
             self._progress.update(self._bar, description=event.kind)
-            self._console.print(f"  {line}", highlight=False)
+            self._console.print(f"  {line}", highlight=False, soft_wrap=True)
 
     def _line(self, event: Event) -> str | None:
         fields = event.fields
@@ -75,7 +75,7 @@ class Narrator:
             case "launched":
                 return f"torchrun starts {NODES * RANKS_PER_NODE} ranks on {NODES} nodes (launch {fields['launch']})"
             case "staged" if event.step:
-                return f"step {event.step}: snapshot is in the agents' shared memory, upload goes on beside training"
+                return f"step {event.step}: snapshot staged in shared memory; its upload goes on beside training"
             case "acknowledged" if event.step:
                 return f"step {event.step}: [green]durable[/green], whatever dies now"
             case "adopted":
@@ -88,7 +88,7 @@ class Narrator:
                 return "a fresh node takes its place"
             case "exited":
                 return "the job is down on all nodes; it is started again, as a scheduler would"
-            case "restored":
+            case "restored" if event.source.startswith("script"):
                 tier = "the agents' shared memory" if fields["tier"] == "memory" else "the store"
                 return f"[green]restored[/green] step {event.step} (rank 0: from {tier})"
         return None
@@ -182,23 +182,25 @@ def _complaints(told: list[Account]) -> list[str]:
 
 
 def _conclude(console: Console, judgement: Judgement, told: list[Account], wrong: list[str], begun: float) -> None:
-    console.print("\n[bold]3. The judge[/bold] compares what the training script said in both runs")
+    console.print("\n[bold]3. The judge compares what the training script said in both runs[/bold]")
     for account in told:
         console.print(
             f"  {account.kind} {account.target}: restored step {account.restored_step} from {_tier(account)}, "
-            f"{account.lost_steps} steps trained again, training again after {account.recovery_s} s",
+            f"{account.lost_steps} steps lost, training again after {account.recovery_s or 0:.0f} s",
             highlight=False,
+            soft_wrap=True,
         )
     console.print(
         f"  {judgement.tensors_compared} tensors, {judgement.objects_compared} objects and "
         f"{judgement.losses_compared} losses compared: "
         + ("[bold green]every bit is equal[/bold green]" if judgement.bit_exact else "[bold red]not equal[/bold red]"),
         highlight=False,
+        soft_wrap=True,
     )
     for text in [judgement.first_difference or "", *wrong]:
         if text:
-            console.print(f"  [red]{text}[/red]", highlight=False)
-    console.print(f"  {OUT / 'result.json'}, {time.monotonic() - begun:.0f} s", highlight=False)
+            console.print(f"  [red]{text}[/red]", highlight=False, soft_wrap=True)
+    console.print(f"  {OUT / 'result.json'}, {time.monotonic() - begun:.0f} s", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

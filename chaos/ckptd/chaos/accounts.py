@@ -99,6 +99,9 @@ def _tier(history: History, fate: Struck, relaunch: Event, restored: Event) -> s
         if isinstance(told, Mapping) and (not fresh or event.source in fresh):
             for tier, count in told.items():
                 by_tier[str(tier)] = by_tier.get(str(tier), 0) + int(count)
+    if fresh and by_tier.get("store"):
+        # It began with empty memory; equal chunks of its ranks are read once, and the copies count as memory.
+        return "store"
     used = [tier for tier, count in by_tier.items() if count]
     return "mixed" if len(used) > 1 else (used or [str(restored.fields.get("tier"))])[0]
 
