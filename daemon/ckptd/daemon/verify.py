@@ -16,15 +16,15 @@ from enum import StrEnum
 
 import blake3
 
-from ckptd.protos.snapshot_pb2 import Claim, Committed, RankSection, StepRef
+from ckptd.protos.snapshot_pb2 import Claim, ClaimNode, Committed, RankSection, StepRef
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound, Truncated
 
 from .coverage import LoadedIndex, NotWhole, whole
 from .errors import CorruptError, FormatError
 from .index import ChunkRef, load_index
-from .keys import StepId, Timeline, claim_key
-from .log_reader import NewestRecord, read_claim, read_committed
+from .keys import StepId
+from .log_reader import NewestRecord, read_committed
 from .parallel import in_parallel
 from .streams import RunFingerprints, StreamRun, runs_of
 
@@ -114,10 +114,10 @@ def verify_step(
     sections: dict[int, RankSection] = {}
     for _, _, of_node in loaded:
         sections.update(of_node)
-    _prove_whole(store, commit, loaded, finding)
+    _prove_whole(commit, loaded, finding)
     done = proved if proved is not None else Proved()
     runs = [run for rank in sorted(sections) for run in runs_of(sections[rank])]
-    buffers = _Buffers(readers)
+    buffers = _Buffers(min(PIECE_BYTES, max((chunk.length for run in runs for chunk in run.chunks), default=0)))
 
     def prove(run: StreamRun) -> None:
         if run.digest in done.digests:
@@ -156,15 +156,18 @@ class _Finding:
 
 
 class _Buffers:
-    """A pool of read buffers, one for each reader, made once."""
+    """A pool of read buffers: made when a reader first needs one, and never more than there are readers."""
 
-    def __init__(self, readers: int) -> None:
-        self._free = [memoryview(bytearray(PIECE_BYTES)) for _ in range(max(1, readers))]
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free: list[memoryview] = []
         self._lock = threading.Lock()
 
     def take(self) -> memoryview:
         with self._lock:
-            return self._free.pop()
+            if self._free:
+                return self._free.pop()
+        return memoryview(bytearray(self._nbytes))
 
     def give(self, buffer: memoryview) -> None:
         with self._lock:
@@ -196,21 +199,14 @@ def _indexes(store: ObjectStore, commit: Committed, finding: _Finding) -> list[L
     return loaded
 
 
-def _prove_whole(store: ObjectStore, commit: Committed, loaded: list[LoadedIndex], finding: _Finding) -> None:
+def _prove_whole(commit: Committed, loaded: list[LoadedIndex], finding: _Finding) -> None:
     """Ask again what the coordinator asked: coverage, replicas, and the state digest the record holds."""
     if len(loaded) != len(commit.indexes):
         return  # an index is bad, and reported: what is whole cannot be told
-    timeline = Timeline.parse(loaded[0][1].timeline)
-    key = claim_key(timeline)
-    try:
-        claim: Claim | None = read_claim(store, timeline)
-    except FormatError as error:
-        finding.add(key, _text(error))
-        return
-    if claim is None:
-        finding.add(key, "missing")
-        return
-    by_node = {ref.node: [one] for one in loaded for ref in [one[0]]}
+    # The claim is not asked: a step is restored without it, and a copied root may have lost it.
+    nodes = [ClaimNode(node=ref.node, ranks=sorted(sections)) for ref, _, sections in loaded]
+    claim = Claim(timeline=loaded[0][1].timeline, world=commit.world, mesh=commit.mesh, nodes=nodes)
+    by_node = {one[0].node: [one] for one in loaded}
     found = whole(claim, loaded[0][1].step, by_node)
     if isinstance(found, NotWhole):
         finding.add(loaded[0][0].key, f"damaged: {found.error.message}")
@@ -253,8 +249,8 @@ def _prove_chunk(
         size = store.head(chunk.key).size
         if size != chunk.length:
             return f"length: {size} bytes instead of {chunk.length}"
-        for offset in range(0, chunk.length, PIECE_BYTES):
-            piece = buffer[: min(PIECE_BYTES, chunk.length - offset)]
+        for offset in range(0, chunk.length, len(buffer)):
+            piece = buffer[: chunk.length - offset]
             store.get_into(chunk.key, piece, offset=offset)
             hasher.update(piece)
             rows.feed(chunk.stream_offset + offset, piece)
