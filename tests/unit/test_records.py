@@ -55,7 +55,7 @@ def started(**more: object) -> Record:
         "retention": Retention(),
         **more,
     }
-    return history.start_record(timeline=T2, run_id="r", created_at=NOW, **arguments)  # type: ignore[arg-type]
+    return history.start_record(run_id="r", created_at=NOW, **{"timeline": T2, **arguments})  # type: ignore[arg-type]
 
 
 def test_what_was_written_is_read_back() -> None:
@@ -208,6 +208,30 @@ def test_a_start_record_holds_what_it_adopts_even_when_it_was_found_bad() -> Non
     found = records.decision_of(record, StepId(T1, 30))
     assert found is not None
     assert found.committed.indexes
+
+
+def test_a_bad_posthumous_step_can_be_carried_on_by_later_records() -> None:
+    """Its entry gets the digest of the start record that decided it, or no later record could be written."""
+    bad = Quarantined(step=entry(30, holder=start_key(T2), digest=""), why=Error(message="bad"))
+    record = started(origin=entry(20), quarantined=(bad,))
+    data = records.to_bytes(record)
+    carried = history.quarantined_with_digest(record, start_key(T2), data)
+    assert carried[0].step.record_blake3 == records.digest_hex(data)
+    assert records.committed_of(carried[0].step, data)
+    later = history.start_record(
+        timeline=timeline(3),
+        run_id="r",
+        listed=history.with_digest(record.keeps, start_key(T2), data),
+        adopted=(),
+        origin=None,
+        rollback=False,
+        quarantined=carried,
+        retention=Retention(),
+        created_at=NOW,
+    )
+    assert records.to_bytes(later)
+    with pytest.raises(FormatError, match="no usable digest"):
+        started(timeline=timeline(3), adopted=(), origin=None, quarantined=record.quarantined)
 
 
 def test_a_rollback_lists_nothing_newer_than_its_origin() -> None:
