@@ -86,6 +86,11 @@ def _subject_name(certificate: bytes) -> str:
     return names.value.get_values_for_type(x509.DNSName)[0]
 
 
+def endpoint_of(host: str, port: int) -> str:
+    """Return "host:port", with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def certificate_sha256(certificate: bytes) -> str:
     """Return the SHA-256 (hex) of the certificate's DER, from its PEM."""
     return hashlib.sha256(x509.load_pem_x509_certificate(certificate).public_bytes(Encoding.DER)).hexdigest()
@@ -115,11 +120,35 @@ def token_metadata(credentials: RunCredentials) -> list[tuple[str, bytes]]:
 # ---------------------------------------------------------------- errors
 
 
+_MAX_DETAILS_BYTES = 512
+_MAX_TEXT_BYTES = 1024
+_MAX_RANKS = 512
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Error) -> NoReturn:
-    """End the call with this error."""
+    """End the call with this error, cut to what a status can carry."""
     code = _CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION)
-    await context.abort(code, error.message[:1024], trailing_metadata=((ERROR_METADATA, error.SerializeToString()),))
+    short = _cut(error)
+    # Details are percent-encoded on the wire: up to three bytes for each.
+    details = _cut_text(error.message, _MAX_DETAILS_BYTES)
+    await context.abort(code, details, trailing_metadata=((ERROR_METADATA, short.SerializeToString()),))
     raise AssertionError("abort does not return")
+
+
+def _cut(error: Error) -> Error:
+    """Return the error small enough for metadata: gRPC drops a status beyond 8 KiB, and the reason with it."""
+    short = Error()
+    short.CopyFrom(error)
+    short.message = _cut_text(error.message, 2 * _MAX_TEXT_BYTES)
+    short.hint = _cut_text(error.hint, _MAX_TEXT_BYTES)
+    short.object = _cut_text(error.object, _MAX_TEXT_BYTES)
+    del short.ranks[_MAX_RANKS:]
+    return short
+
+
+def _cut_text(text: str, limit: int) -> str:
+    data = text.encode()
+    return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"
 
 
 def error_of(failure: BaseException) -> Error:

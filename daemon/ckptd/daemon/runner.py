@@ -91,7 +91,7 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
         bound = _bind(self._server, listen_host, port, self.lead)
         await self._server.start()
         self.port = bound
-        self.endpoint = f"{advertise_host}:{bound}"
+        self.endpoint = rpc.endpoint_of(advertise_host, bound)
         self._coordinator = Coordinator(
             self.lead,
             incarnation=secrets.token_hex(8),
@@ -298,11 +298,11 @@ def _checked_table(tables: list[ShardTable], digest: bytes) -> ShardTable:
 
 def _bind(server: grpc.aio.Server, host: str, port: int, lead: LeadRequest) -> int:
     try:
-        bound: int = server.add_secure_port(f"{host}:{port}", rpc.server_credentials(lead.credentials))
+        bound: int = server.add_secure_port(rpc.endpoint_of(host, port), rpc.server_credentials(lead.credentials))
     except RuntimeError as failure:
         raise DaemonError.of(
-            f"cannot listen on {host}:{port}: {failure}",
+            f"cannot listen on {rpc.endpoint_of(host, port)}: {failure}",
             reason=error_pb2.REASON_UNAVAILABLE,
-            hint="choose another port with --listen, or port 0",
+            hint="--listen must be an address of this host; choose another --port, or 0 for any",
         ) from failure
     return bound
