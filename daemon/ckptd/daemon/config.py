@@ -7,6 +7,7 @@ and range.
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -44,7 +45,7 @@ class AgentConfig(BaseSettings):
         default_factory=lambda: Path(f"/dev/shm/ckptd-{os.getuid()}"),  # noqa: S108 - made 0700, checked
         description="Folder of the slots, on tmpfs; must survive a restart of the agent.",
     )
-    listen: str = Field("127.0.0.1", description="Address that coordinators of this agent listen on.")
+    listen: str = Field("127.0.0.1", min_length=1, description="Address that coordinators of this agent listen on.")
     port: int = Field(0, ge=0, le=65535, description="Port of the first coordinator; 0 takes any.")
     advertise: str = Field("", description="Host name other nodes reach this one at; empty: the address of `listen`.")
     insecure: bool = Field(False, description="Allow listening beyond loopback without an explicit address.")
@@ -73,6 +74,13 @@ class AgentConfig(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         if not value.is_absolute():
             raise ValueError("must be an absolute path")
+        return value
+
+    @field_validator("roots")
+    @classmethod
+    def _roots_are_prefixes(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(root.strip("/") for root in value):
+            raise ValueError("an empty prefix would allow every local folder")
         return value
 
     @classmethod
@@ -142,7 +150,7 @@ def _from_file(file: Path) -> dict[str, Any]:
             reason=error_pb2.REASON_INVALID_ARGUMENT,
             object=str(file),
         ) from failure
-    except tomllib.TOMLDecodeError as failure:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failure:
         raise DaemonError.of(
             f"configuration file {file} is not TOML: {failure}",
             reason=error_pb2.REASON_INVALID_ARGUMENT,
@@ -167,5 +175,5 @@ def _toml(value: object) -> str:
         return repr(value)
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
-    text = "" if value is None else str(value)
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    # JSON's strings are TOML's but for one character, as long as letters are not written as pairs of surrogates.
+    return json.dumps("" if value is None else str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

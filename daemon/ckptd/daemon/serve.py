@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import ipaddress
 import os
 import signal
+import socket
 from pathlib import Path
 
 from ckptd.daemon import rpc
@@ -50,20 +52,20 @@ def run(config: AgentConfig) -> int:
 
 async def _serve(config: AgentConfig) -> int:
     loop = asyncio.get_running_loop()
-    socket = config.run_dir / SOCKET_NAME
-    rpc.prepare_socket(socket)
+    path = config.run_dir / SOCKET_NAME
+    rpc.prepare_socket(path)
     log = EventLog(config.event_log)
     agent = Agent(config, log)
     server = rpc.new_server()
     agent_pb2_grpc.add_AgentServicer_to_server(AgentService(agent), server)
-    server.add_insecure_port(f"unix:{socket}")
+    server.add_insecure_port(f"unix:{path}")
     await server.start()
-    socket.chmod(0o600)
+    path.chmod(0o600)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop)
-    write_ready_file(agent, socket)
-    log.emit("listening", node=agent.node, pid=os.getpid(), socket=str(socket))
+    write_ready_file(agent, path)
+    log.emit("listening", node=agent.node, pid=os.getpid(), socket=str(path))
     adopting = loop.create_task(agent.adopt())
     idle = await _until_stopped(agent, stop, config.idle_exit_s)
     log.emit("stopping", node=agent.node, idle=idle)
@@ -71,7 +73,7 @@ async def _serve(config: AgentConfig) -> int:
     flushed = await agent.drain(config.drain_s)
     adopting.cancel()
     await agent.close(forget=idle)
-    socket.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
     log.emit("stopped", node=agent.node, flushed=flushed)
     log.close()
     if not flushed:
@@ -102,15 +104,32 @@ def check_listen(config: AgentConfig) -> None:
     """Refuse to listen on every interface by accident: TLS is always on, but the address should be meant.
 
     Raises:
-        DaemonError: NOT_ALLOWED.
+        DaemonError: NOT_ALLOWED; INVALID_ARGUMENT where `listen` names no address.
     """
-    if config.listen in {"0.0.0.0", "::", "[::]"} and not config.insecure:  # noqa: S104 - refused here
+    name = config.listen.removeprefix("[").removesuffix("]") if config.listen.endswith("]") else config.listen
+    try:
+        # What gRPC will make of it: "0", "::0" and "*" are every interface, too.
+        entries = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = [ipaddress.ip_address(entry[4][0]) for entry in entries]
+    except (OSError, ValueError) as failure:
+        raise DaemonError.of(
+            f"listen = {config.listen!r} is no address of a host: {failure}",
+            reason=error_pb2.REASON_INVALID_ARGUMENT,
+            hint="name an address without a port, such as 10.0.0.7; the port is set by --port",
+            object="listen",
+        ) from failure
+    if any(_is_unspecified(address) for address in found) and not config.insecure:
         raise DaemonError.of(
             f"listen = {config.listen!r} would listen on every interface",
             reason=error_pb2.REASON_NOT_ALLOWED,
             hint="name the address of one interface, or pass --insecure if every one is meant",
             object="listen",
         )
+
+
+def _is_unspecified(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return address.is_unspecified or (mapped is not None and mapped.is_unspecified)
 
 
 def _lock(path: Path) -> int:
