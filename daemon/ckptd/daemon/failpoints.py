@@ -12,8 +12,10 @@ file CKPTD_FAILPOINT_LOG, if set, before it acts: a fault test asserts on that l
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckptd.daemon.errors import DaemonError
@@ -46,7 +48,14 @@ _actions: dict[str, Action] = {}
 _hits: dict[str, int] = {}
 _log_path: str | None = None
 
-_VERBS = {"kill", "stop", "exit", "delay", "error"}
+_ARGUMENTS: dict[str, Callable[[str], bool]] = {
+    "kill": lambda text: not text,
+    "stop": lambda text: not text,
+    "exit": lambda text: re.fullmatch(r"[0-9]{1,3}", text) is not None and int(text) <= 255,
+    "delay": lambda text: re.fullmatch(r"[0-9]+(\.[0-9]+)?|\.[0-9]+", text) is not None,
+    "error": lambda _: True,
+}
+"""What each action takes after its colon."""
 
 
 def parse(specification: str) -> dict[str, Action]:
@@ -60,18 +69,16 @@ def parse(specification: str) -> dict[str, Action]:
         name, equals, action = entry.partition("=")
         action, at, nth = action.partition("@")
         verb, _, argument = action.partition(":")
-        if not equals or verb not in _VERBS or (at and not nth.isdigit()):
+        argument_fits = _ARGUMENTS.get(verb)
+        if (
+            not (name and equals and argument_fits)
+            or (at and not re.fullmatch(r"[1-9][0-9]*", nth))
+            or not argument_fits(argument)
+        ):
             raise FailpointSyntaxError.of(
                 f"{ENVIRONMENT_VARIABLE}: {entry!r} is not name=action[@nth] with action one of "
-                "kill, stop, exit:CODE, delay:SECONDS, error:TEXT"
+                "kill, stop, exit:CODE (0 to 255), delay:SECONDS, error:TEXT, and nth from 1"
             )
-        if verb == "delay":
-            try:
-                float(argument)
-            except ValueError:
-                raise FailpointSyntaxError.of(f"{ENVIRONMENT_VARIABLE}: {entry!r}: delay needs seconds") from None
-        if verb == "exit" and not argument.isdigit():
-            raise FailpointSyntaxError.of(f"{ENVIRONMENT_VARIABLE}: {entry!r}: exit needs a code")
         found[name] = Action(verb=verb, argument=argument, nth=int(nth) if nth else None)
     return found
 
@@ -79,9 +86,10 @@ def parse(specification: str) -> dict[str, Action]:
 def configure(specification: str, *, log_path: str | None = None) -> None:
     """Replace all failpoints and reset their counters; an empty specification switches them off."""
     global _log_path  # noqa: PLW0603 - one process has one set of failpoints, like one environment
+    found = parse(specification)
     _actions.clear()
     _hits.clear()
-    _actions.update(parse(specification))
+    _actions.update(found)
     _log_path = log_path
 
 

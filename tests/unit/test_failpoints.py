@@ -1,0 +1,134 @@
+"""Failpoints: the grammar, the counting of hits, and a line in the log before each act."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptd.daemon import failpoints
+from ckptd.daemon.failpoints import Action, FailpointError, FailpointSyntaxError, configure, failpoint, parse
+from ckptd.protos import error_pb2
+
+names = st.from_regex(r"[a-z][a-z_.]{0,20}", fullmatch=True)
+actions = st.one_of(
+    st.sampled_from([("kill", ""), ("stop", "")]),
+    st.tuples(st.just("exit"), st.integers(0, 255).map(str)),
+    st.tuples(st.just("delay"), st.floats(0, 1000).map(lambda seconds: f"{seconds:.3f}")),
+    st.tuples(st.just("error"), st.from_regex(r"[A-Za-z0-9 :=]{0,20}", fullmatch=True).map(str.strip)),
+)
+nths = st.one_of(st.none(), st.integers(1, 10**6))
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    """No failpoint outlives its test."""
+    yield
+    configure("")
+
+
+@given(entries=st.dictionaries(names, st.tuples(actions, nths), max_size=5))
+def test_every_specification_is_parsed_as_it_was_written(
+    entries: dict[str, tuple[tuple[str, str], int | None]],
+) -> None:
+    """Name, action, argument and count come back; blanks and empty entries between do not matter."""
+    text = " ; ;".join(
+        f"{name}={verb}{':' if argument else ''}{argument}{f'@{nth}' if nth else ''}"
+        for name, ((verb, argument), nth) in entries.items()
+    )
+    assert parse(text) == {
+        name: Action(verb=verb, argument=argument, nth=nth) for name, ((verb, argument), nth) in entries.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("name", "=kill", "name=", "name=explode", "name=KILL", "name:kill"),
+        *("name=kill@", "name=kill@0", "name=kill@-1", "name=kill@x", "name=kill@²", "name=kill@1@2"),
+        *("name=kill:now", "name=stop:1", "name=exit", "name=exit:", "name=exit:256", "name=exit:-1", "name=exit:²"),
+        *("name=delay", "name=delay:", "name=delay:-1", "name=delay:nan", "name=delay:inf", "name=delay:1s"),
+    ],
+)
+def test_what_breaks_the_grammar_is_refused_with_entry_and_grammar(entry: str) -> None:
+    """One wrong entry among good ones is named, and the sentence says what would do."""
+    with pytest.raises(FailpointSyntaxError, match="kill, stop, exit:CODE") as caught:
+        parse(f"good=kill;{entry};other=stop")
+    assert repr(entry) in str(caught.value)
+    assert caught.value.error.reason == error_pb2.REASON_INVALID_ARGUMENT
+
+
+def test_a_wrong_specification_leaves_what_was_configured() -> None:
+    """`configure` takes all or nothing."""
+    configure("here=error:first")
+    with pytest.raises(FailpointSyntaxError):
+        configure("here=error:second;nonsense")
+    with pytest.raises(FailpointError, match="first"):
+        failpoint("here")
+
+
+def test_an_action_fires_at_every_hit_or_at_the_nth_alone() -> None:
+    """Without a count each hit acts; with one, only that hit. Each name counts for itself, and others are silent."""
+    configure("always=error:a;third=error:b@3")
+    fired: list[tuple[str, int]] = []
+    for hit in range(1, 6):
+        for name in ("always", "third", "unknown"):
+            try:
+                failpoint(name)
+            except FailpointError:
+                fired.append((name, hit))
+    assert fired == [("always", 1), ("always", 2), ("always", 3), ("third", 3), ("always", 4), ("always", 5)]
+    configure("third=error:b@1")
+    with pytest.raises(FailpointError):
+        failpoint("third")
+
+
+def test_an_error_says_its_text_or_the_failpoints_name() -> None:
+    """The text stands in the exception, so that a fault is not taken for a real one."""
+    configure("a=error:disk on fire;b=error")
+    with pytest.raises(FailpointError, match=r"^disk on fire$"):
+        failpoint("a")
+    with pytest.raises(FailpointError, match=r"^b$"):
+        failpoint("b")
+
+
+def test_an_action_is_logged_before_it_acts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each action the line with pid, name, action and hit is there at the moment it acts."""
+    log = tmp_path / "fired"
+    acts: list[tuple[object, ...]] = []
+
+    def act(*what: object) -> None:
+        acts.append((*what, log.read_text().splitlines()[-1]))
+
+    monkeypatch.setattr(os, "kill", act)
+    monkeypatch.setattr(os, "_exit", act)
+    monkeypatch.setattr(time, "sleep", act)
+    configure("k=kill@2;s=stop;e=exit:9;d=delay:0.25", log_path=str(log))
+    for name in ("k", "k", "s", "e", "d"):
+        failpoint(name)
+    me = os.getpid()
+    assert acts == [
+        (me, signal.SIGKILL, f"{me} k kill 2"),
+        (me, signal.SIGSTOP, f"{me} s stop 1"),
+        (9, f"{me} e exit 1"),
+        (0.25, f"{me} d delay 1"),
+    ]
+
+
+def test_the_environment_switches_failpoints_on_and_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CKPTD_FAILPOINTS and CKPTD_FAILPOINT_LOG are read when asked for; without them nothing is configured."""
+    monkeypatch.setenv(failpoints.ENVIRONMENT_VARIABLE, "here=error")
+    monkeypatch.setenv(failpoints.LOG_VARIABLE, str(tmp_path / "fired"))
+    failpoints.configure_from_environment()
+    with pytest.raises(FailpointError):
+        failpoint("here")
+    assert (tmp_path / "fired").read_text() == f"{os.getpid()} here error 1\n"
+    monkeypatch.delenv(failpoints.ENVIRONMENT_VARIABLE)
+    failpoints.configure_from_environment()
+    failpoint("here")
