@@ -20,6 +20,7 @@ from ckptd.protos import error_pb2, shard_table, snapshot_pb2
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import ShardTable
 
+_HINT = "data that differs between ranks under one name must be declared with PerRank or Sharded"
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -74,6 +75,7 @@ def plan(layouts: Mapping[int, ShardTable], layout_digests: Mapping[int, bytes])
     for name, boxes in holders.items():
         wrong = tiling(name, first[name][1].global_shape, boxes)
         if wrong is not None:
+            wrong.phase, wrong.hint = "begin", wrong.hint or _HINT
             raise PlanError(wrong)
     chosen = _balanced(rows, holders)
     writers = {
@@ -116,7 +118,7 @@ def _mismatch(message: str, name: str, ranks: tuple[int, ...]) -> PlanError:
         make_error(
             error_pb2.REASON_LAYOUT_MISMATCH,
             message,
-            hint="data that differs between ranks under one name must be declared with PerRank or Sharded",
+            hint=_HINT,
             object=name,
             ranks=ranks,
             phase="begin",
