@@ -7,7 +7,7 @@ from typing import Any
 from fixtures.coordinated import Play, Run
 
 from ckptd.protos import error_pb2
-from ckptd.protos.coordinator_pb2 import NodeMessage
+from ckptd.protos.coordinator_pb2 import Held, NodeMessage
 
 
 def begin_errors(run: Run) -> list[Any]:
@@ -58,3 +58,43 @@ class TestRefusedBegin:
         assert run.outcomes() == {2: True}
         assert begin_errors(run) == []
         assert not run.state.refused_begins
+
+
+class TestRestartInALivingRun:
+    def test_s007_a_coordinator_that_comes_back_decides_what_waits_although_nobody_calls(self) -> None:
+        """The run's last save was sealed when its coordinator died; the new one adopts it and tells, with no save or restore."""
+        play = Play()
+        old = play.run().attach()
+        old.save(1)
+        old.settle()
+        old.begin(2)
+        old.settle()
+        old.stage(2)
+        refs = [old.put(2, rank) for rank in range(2)]
+        again = play.run()
+        again.lead.run_id = old.lead.run_id
+        for rank in range(2):
+            held = [Held(timeline=old.timeline, step=2, ranks=[rank], index=refs[rank])]
+            again.hello(rank, held=held)
+            again.say(
+                rank,
+                attached=NodeMessage.RankAttached(
+                    rank=rank, coordinate=[rank], world=2, mesh=again.lead.mesh, options=again.lead.options
+                ),
+            )
+        again.settle()
+        assert again.is_running()
+        assert [(ref.timeline, ref.step) for ref in again.last("started").started.keeps] == [
+            (old.timeline, 1),
+            (old.timeline, 2),
+        ]
+
+    def test_another_run_writes_nothing_before_it_is_asked(self) -> None:
+        """A new run may still restore an older step: its start record waits for its ranks' word."""
+        play = Play()
+        old = play.run().attach()
+        old.save(1)
+        old.settle()
+        new = play.run().attach()
+        new.settle()
+        assert not new.is_running()

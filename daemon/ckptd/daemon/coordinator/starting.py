@@ -223,6 +223,8 @@ def _resolve(state: State) -> Procedure:
                 phase="register",
             )
         claim = records.parse_claim(claim_data, claim_key)
+        # The coordinator of a living run came back: its ranks have restored, and wait to hear how their saves ended.
+        state.start_wanted = claim.run_id == state.lead.run_id
         yield from _posthumous(state, claim, record)
         again = yield from _adopt(state, claim, record, log)
         if not again:
