@@ -155,14 +155,14 @@ def test_a_second_start_of_a_living_job_is_refused_and_a_takeover_fences_the_fir
     first.die()
 
 
-def test_only_some_ranks_saving_names_the_missing_and_harms_nothing(agents: Agents, tmp_path: Path) -> None:
+def test_s032_only_some_ranks_saving_names_the_missing_and_harms_nothing(agents: Agents, tmp_path: Path) -> None:
     """One rank saves alone: it gets an error naming the others within the deadline, and the next proper save commits."""
-    job = Job(f"file://{tmp_path}/root", [agents.new()], 3, begin_timeout_s=1.0)
+    job = Job(f"file://{tmp_path}/root", [agents.new()], 4, begin_timeout_s=1.0)
     job.restored()
     with pytest.raises(grpc.RpcError) as caught:
         job.ranks[0].save(1, state_of(1, 0), {})
     error = error_of(caught.value)
-    assert (error.reason, list(error.ranks)) == (error_pb2.REASON_RANKS_MISSING, [1, 2])
+    assert (error.reason, list(error.ranks)) == (error_pb2.REASON_RANKS_MISSING, [1, 2, 3])
     job.save(2)
     job.wait(2)
     with pytest.raises(grpc.RpcError) as caught:
