@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from types import TracebackType
-from typing import Literal, Self, Unpack
+from typing import Any, Literal, Self, Unpack
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -144,7 +144,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        state: MutableMapping[str, object] | None = None,
+        state: MutableMapping[str, Any] | None = None,
         *,
         metrics: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
@@ -222,7 +222,7 @@ class Checkpointer:
 
     def restore_into(
         self,
-        state: MutableMapping[str, object],
+        state: MutableMapping[str, Any],
         *,
         step: int | None = None,
         required: bool = False,
@@ -239,7 +239,7 @@ class Checkpointer:
 
     def _restore(  # noqa: PLR0917 - private: both callers pass everything on
         self,
-        state: MutableMapping[str, object] | None,
+        state: MutableMapping[str, Any] | None,
         step: int | None,
         required: bool,
         on_corrupt: Literal["fallback", "raise"],

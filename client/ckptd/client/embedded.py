@@ -26,7 +26,15 @@ IDLE_EXIT_S = 300
 _POLL_S = 0.05
 _LOG_TAIL_BYTES = 2000
 
-_started: list[subprocess.Popen[bytes]] = []
+
+class _Detached(subprocess.Popen[bytes]):
+    """A process that is meant to outlive this one: no warning that it still runs."""
+
+    def __del__(self) -> None:
+        """Leave it alone."""
+
+
+_started: list[_Detached] = []
 """Agents this process has started; kept, so that one that ended is reaped and not left a zombie."""
 
 
@@ -107,11 +115,11 @@ def _locked(path: Path, deadline: float, is_listening: Callable[[], bool]) -> It
         os.close(handle)
 
 
-def _spawn(folder: Path) -> subprocess.Popen[bytes]:
+def _spawn(folder: Path) -> _Detached:
     command = [sys.executable, "-m", "ckptd.daemon.cli", "agent"]
     command += ["--run-dir", os.fspath(folder.absolute()), "--idle-exit-s", str(IDLE_EXIT_S)]
     with (folder / "agent.log").open("ab") as log:
-        process = subprocess.Popen(
+        process = _Detached(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from . import rng
-from .sharding import PerRank, Sharded, is_tensor_leaf
+from .sharding import PerRank, Sharded, is_tensor_leaf, pieces_of
 from .state import Collector
 from .targets import Stored, Targets, per_rank_value
 from .tree import graft, leaves
@@ -50,6 +50,13 @@ def _live_leaves(name: str, value: object) -> dict[str, object]:
     return dict(leaves(value, is_leaf=is_tensor_leaf, prefix=name, depth=MAX_DEPTH))
 
 
+def _fill_empty(live: dict[str, object], names: list[str], targets: Targets) -> None:
+    """Take shards without elements on this rank as they are: they have no row, but the object refers to them."""
+    for name in live.keys() - set(names):
+        if isinstance(leaf := per_rank_value(live[name]), DTensor | Sharded) and not pieces_of(leaf, name).boxes:
+            targets.fill(name, live[name], scope=default_scope(leaf))
+
+
 class TrackedStateful:
     """An object with `state_dict()` and `load_state_dict()`."""
 
@@ -65,8 +72,8 @@ class TrackedStateful:
     def prepare(self, stored: Stored, targets: Targets) -> None:
         """Ask for all that is stored. Into fresh tensors: `state_dict()` need not give the live ones."""
         names = stored.names_below(self.name)
-        sharded = [name for name in names if stored.rows[name][0].scope == SCOPE_GLOBAL]
-        like = _live_leaves(self.name, self._thing.state_dict()) if sharded else {}
+        like = _live_leaves(self.name, self._thing.state_dict())
+        _fill_empty(like, names, targets)
         for name in names:
             leaf = per_rank_value(like.get(name))
             if isinstance(leaf, Sharded):
@@ -95,7 +102,9 @@ class TrackedValue:
     def prepare(self, stored: Stored, targets: Targets) -> None:
         """Ask for all that is stored: in place where a fitting tensor stands, else into fresh tensors."""
         live = _live_leaves(self.name, self._holder[self._key])
-        for name in stored.names_below(self.name):
+        names = stored.names_below(self.name)
+        _fill_empty(live, names, targets)
+        for name in names:
             leaf = live.get(name)
             if leaf is None:
                 targets.fresh(name)

@@ -5,14 +5,17 @@ own: parameter names (`modules` finds them). Invariant: no method of the optimiz
 appears that was not saved.
 
 A tensor that stands directly under a parameter's state is a shard and nothing more: its name says where it belongs.
-Everything else is in the object `<name>`: {"param_groups": hyperparameters with parameter names, "state": {parameter:
-{key: value}} for what is no tensor, "host": keys whose tensors stay on the host beside a parameter on a device,
-"local": keys that hold plain local tensors beside a DTensor}.
+Everything else is in the object `<name>`: {"param_groups": hyperparameters with parameter names, "state": {parameter: {key:
+value}} for what is no tensor, "empty": {parameter: {key: dtype}} for shards without elements here, which have no row,
+"host": keys whose tensors stay on the host beside a parameter on a device, "local": keys that hold plain local tensors
+beside a DTensor}.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,58 +77,33 @@ class TrackedOptimizer:
         Raises:
             InvalidRequest: state that belongs to no parameter of a group, or cannot be stored.
         """
-        host: set[str] = set()
-        local: set[str] = set()
-        state: dict[str, dict[str, Value]] = {}
+        found = _Held()
         groups: list[list[str]] = [[] for _ in self._optimizer.param_groups]
         seen: set[int] = set()
         for number, parameter, name, scope in self._parameters(names):
             groups[number].append(name)
             seen.add(id(parameter))
-            entries = self._optimizer.state.get(parameter)
-            if not entries:
-                continue
             group = TRAINED if parameter.requires_grad else FROZEN
-            for key, value in entries.items():
+            for key, value in (self._optimizer.state.get(parameter) or {}).items():
                 full = self._state_name(name, key)
                 if isinstance(key, str) and is_tensor_leaf(value):
-                    pieces, scope_here = _as_held(value, full, parameter, collector.scope_of(full, value, scope), local)
-                    if pieces.local.device.type == "cpu" and parameter.device.type != "cpu":
-                        host.add(key)
-                    collector.pieces(full, pieces, scope=scope_here, group=group)
+                    pieces, scope_here = found.add(name, key, pieces_of(value, full), value, parameter, scope)
+                    collector.pieces(full, pieces, scope=collector.scope_of(full, value, scope_here), group=group)
                 else:
-
-                    def sink(below: str, leaf: object, scope: int = scope, group: int = group) -> str:
-                        return collector.tensor(below, leaf, scope=scope, group=group)
-
+                    sink = functools.partial(collector.tensor, scope=scope, group=group)
                     encoded = encode(value, full, is_tensor=is_tensor_leaf, tensor=sink)
-                    state.setdefault(name, {})[key] = encoded
-        for key in self._optimizer.state:
-            if id(key) not in seen:
-                raise InvalidRequest(
-                    f"{self.name}: the optimizer holds state for something that is in none of its param_groups",
-                    key=self.name,
-                )
-        collector.object(
-            self.name,
-            encode(
-                {
-                    "param_groups": [
-                        self._group(group, names_of, number)
-                        for number, (group, names_of) in enumerate(
-                            zip(self._optimizer.param_groups, groups, strict=True)
-                        )
-                    ],
-                    "state": state,
-                    "host": sorted(host),
-                    "local": sorted(local),
-                },
-                self.name,
-                is_tensor=is_tensor_leaf,
-                # Not compared between ranks: stages of a pipeline number other groups alike.
-                tensor=lambda below, leaf: collector.tensor(below, leaf, scope=SCOPE_PER_RANK),
-            ),
-        )
+                    found.state.setdefault(name, {})[key] = encoded
+        if any(id(key) not in seen for key in self._optimizer.state):
+            raise InvalidRequest(
+                f"{self.name}: the optimizer holds state for something that is in none of its param_groups",
+                key=self.name,
+            )
+        pairs = zip(self._optimizer.param_groups, groups, strict=True)
+        hyperparameters = [self._group(group, held, number) for number, (group, held) in enumerate(pairs)]
+        # Not compared between ranks: stages of a pipeline number other groups alike.
+        sink = functools.partial(collector.tensor, scope=SCOPE_PER_RANK)
+        whole = {"param_groups": hyperparameters, **found.as_value()}
+        collector.object(self.name, encode(whole, self.name, is_tensor=is_tensor_leaf, tensor=sink))
 
     def _group(self, group: Mapping[str, Any], names: list[str], number: int) -> dict[str, object]:
         key = tuple(names)
@@ -187,9 +165,13 @@ class TrackedOptimizer:
                 direct.setdefault(text_key(parts[0]) or "", {})[text_key(parts[1]) or ""] = tensor
         host, local = set(value["host"]), set(value["local"])
         for _, parameter, name, _ in self._parameters(names):
+            held = direct.get(name, {})
+            with torch.no_grad():
+                for key, dtype in value["empty"].get(name, {}).items():
+                    held.setdefault(key, torch.empty_like(parameter, dtype=dtype, requires_grad=False))
             state: dict[Any, Any] = {
                 key: _placed(tensor, parameter, on_host=key in host, is_local=key in local)
-                for key, tensor in direct.get(name, {}).items()
+                for key, tensor in held.items()
             }
             state.update(value["state"].get(name, {}))
             if state or parameter in self._optimizer.state:
@@ -210,17 +192,35 @@ class TrackedOptimizer:
                     group[key] = found
 
 
-def _as_held(value: object, full: str, parameter: torch.Tensor, scope: int, local: set[str]) -> tuple[Pieces, int]:
-    """Return a state tensor's pieces and scope; a key that holds plain shards of a DTensor is added to `local`."""
-    pieces = pieces_of(value, full)
-    if scope != SCOPE_GLOBAL or not isinstance(parameter, DTensor) or type(value) is not torch.Tensor or not value.ndim:
+@dataclass(slots=True)
+class _Held:
+    """What names and shards do not say of an optimizer's state; see the module."""
+
+    state: dict[str, dict[Any, Value]] = field(default_factory=dict)
+    empty: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
+    host: set[str] = field(default_factory=set)
+    local: set[str] = field(default_factory=set)
+
+    def add(  # noqa: PLR0917 - one state tensor with everything around it
+        self, name: str, key: str, pieces: Pieces, value: object, parameter: torch.Tensor, scope: int
+    ) -> tuple[Pieces, int]:
+        """Take note of a state tensor and return how it is stored."""
+        if pieces.local.device.type == "cpu" and parameter.device.type != "cpu":
+            self.host.add(key)
+        if scope == SCOPE_GLOBAL and isinstance(parameter, DTensor) and type(value) is torch.Tensor and value.ndim:
+            # A plain tensor beside a sharded parameter: its shard if it has the local shape, else the rank's own.
+            of_parameter = pieces_of(parameter, name)
+            if of_parameter.local.shape != value.shape:
+                return pieces, SCOPE_PER_RANK
+            self.local.add(key)
+            pieces = Pieces(pieces.dtype, of_parameter.global_shape, of_parameter.boxes, pieces.local)
+        if not pieces.boxes:
+            self.empty.setdefault(name, {})[key] = pieces.dtype
         return pieces, scope
-    # A plain tensor beside a sharded parameter: its shard if it has the local shape, else the rank's own.
-    of_parameter = pieces_of(parameter, full)
-    if of_parameter.local.shape != value.shape:
-        return pieces, SCOPE_PER_RANK
-    local.add(split(full)[-1])
-    return Pieces(pieces.dtype, of_parameter.global_shape, of_parameter.boxes, pieces.local), scope
+
+    def as_value(self) -> dict[str, object]:
+        """Return it as a value that can be stored."""
+        return {"state": self.state, "empty": self.empty, "host": sorted(self.host), "local": sorted(self.local)}
 
 
 def _groups(value: Any, name: str) -> list[dict[str, Any]]:

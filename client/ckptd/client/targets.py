@@ -86,6 +86,8 @@ class Targets:
         if source is None or source not in self.stored.rows:
             if pieces.boxes:
                 self.missing.append(name)
+            else:
+                self.tensors[name] = leaf  # no elements here, so no row, and nothing to fill
             return
         if source != name:
             self._claimed.add(name)
