@@ -107,7 +107,7 @@ def whole(
             error.CopyFrom(refused.error)
             error.step, error.phase = step, "commit"
             first = first or NotWhole(error=error)
-    assert first is not None  # noqa: S101 - the product of no choices is one empty set, refused by its missing ranks
+    assert first is not None  # the product of no choices is one empty set, refused by its missing ranks
     return first
 
 
