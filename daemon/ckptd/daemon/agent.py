@@ -15,6 +15,7 @@ import os
 import secrets
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from operator import ge
 from pathlib import Path
 
 from ckptd.daemon.config import AgentConfig
@@ -34,7 +35,7 @@ from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import StorageError
 from ckptd.storage_backends.probe import probe
 from ckptd.storage_backends.retrying import RetryPolicy
-from ckptd.storage_backends.urls import Driver, open_store
+from ckptd.storage_backends.urls import Driver, open_store, redacted
 
 MAX_JOB_NAME = 128
 PROBE_RETRY = RetryPolicy(attempts=3, deadline=dt.timedelta(seconds=20))
@@ -126,9 +127,12 @@ class Agent:
                 root, driver=name, retry=RetryPolicy(deadline=dt.timedelta(seconds=self.config.store_deadline_s))
             )
             store.capabilities = probed.capabilities
-        except (StorageError, ValueError) as failure:
+        except (StorageError, OSError) as failure:
             error = wire_error(failure, phase="register", node=self.node)
-            error.object = root
+            if error.reason in {error_pb2.REASON_STORE_FAILED, error_pb2.REASON_INTERNAL}:
+                error.reason = error_pb2.REASON_INVALID_ROOT
+            error.hint = error.hint or "the root must be a folder or prefix that this agent may write to"
+            error.object = redacted(root)
             raise DaemonError(error) from failure
         return store
 
@@ -136,10 +140,10 @@ class Agent:
         allowed = self.config.roots
         if allowed and not any(root == one or root.startswith(one.rstrip("/") + "/") for one in allowed):
             raise DaemonError.of(
-                f"root {root} is not among the roots this agent serves: {', '.join(allowed)}",
+                f"root {redacted(root)} is not among the roots this agent serves: {', '.join(allowed)}",
                 reason=error_pb2.REASON_NOT_ALLOWED,
                 hint="add it to `roots` in the agent's configuration",
-                object=root,
+                object=redacted(root),
                 phase="register",
             )
 
@@ -374,7 +378,7 @@ def check_attach(request: AttachRequest) -> None:
         wrong = (
             f"mesh {dict(zip(request.mesh.axes, request.mesh.sizes, strict=False))} does not have {request.world} ranks"
         )
-    elif len(request.coordinate) != len(request.mesh.sizes):
+    elif len(request.coordinate) != len(request.mesh.sizes) or any(map(ge, request.coordinate, request.mesh.sizes)):
         wrong = f"coordinate {list(request.coordinate)} does not fit the mesh {list(request.mesh.sizes)}"
     if wrong:
         raise DaemonError.of(wrong, reason=error_pb2.REASON_INVALID_ARGUMENT, rank=request.rank, phase="register")

@@ -479,7 +479,7 @@ def wire_error(failure: BaseException, *, phase: str, step: int | None = None, n
     if isinstance(failure, StorageError):
         return make_error(
             storage_reason(failure),
-            str(failure),
+            str(failure).removesuffix(f" ({failure.hint})"),
             hint=failure.hint or "",
             step=step,
             node=node,

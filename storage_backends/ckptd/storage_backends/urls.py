@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from .base import ObjectStore
 
-__all__ = ["Driver", "open_store", "probe"]
+__all__ = ["Driver", "open_store", "probe", "redacted"]
 
 Driver: TypeAlias = Literal["auto", "obstore", "fsspec"]
 
@@ -108,7 +108,7 @@ def _fsspec(scheme: str, url: str, rest: str, options: dict[str, str]) -> Object
     _refuse_dots(rest.split("/"), url)
     from .fsspec_driver import open_fsspec  # noqa: PLC0415 - loads a large library
 
-    return open_fsspec(scheme, url, _redacted(url), options)
+    return open_fsspec(scheme, url, redacted(url), options)
 
 
 def _absolute(path: str) -> str:
@@ -121,7 +121,12 @@ def _absolute(path: str) -> str:
 def _file_path(url: str, rest: str) -> str:
     if not rest.startswith("/"):
         raise InvalidUrl(f"{url!r} names a host or a relative path", hint=f"say file:///{rest}")
-    return unquote(rest, errors="strict")
+    try:
+        return unquote(rest, errors="strict")
+    except UnicodeDecodeError as error:
+        raise InvalidUrl(
+            f"{url!r} holds percent-encoded bytes that are no UTF-8", hint="encode the path as UTF-8"
+        ) from error
 
 
 def _local(path: str, driver: Driver, options: dict[str, str]) -> LocalStore:
@@ -159,7 +164,7 @@ def _bucket_and_prefix(scheme: str, rest: str) -> tuple[str, str]:
 
 def _refuse_dots(segments: list[str], url: str) -> None:
     if ".." in segments:
-        raise InvalidUrl("the URL has a '..' segment", url=_redacted(url), hint="write the path out")
+        raise InvalidUrl("the URL has a '..' segment", url=redacted(url), hint="write the path out")
 
 
 def _refuse_options(url: str, options: dict[str, str]) -> None:
@@ -167,5 +172,6 @@ def _refuse_options(url: str, options: dict[str, str]) -> None:
         raise InvalidUrl(f"unknown options {sorted(options)}", url=url, hint="this store takes none")
 
 
-def _redacted(url: str) -> str:
+def redacted(url: str) -> str:
+    """Return the URL without the password or secret that somebody put into it all the same."""
     return re.sub(r"(://[^/@:]*):[^/@]*@", r"\1:***@", url)
