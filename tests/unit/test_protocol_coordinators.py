@@ -10,10 +10,6 @@ from fixtures.coordinator_walks import coordinator_walk
 from ckptd.daemon.coordinator import saving, starting
 
 WALKS = 12
-_CARRIED = pytest.mark.xfail(
-    strict=False,
-    reason="the coordinator does not carry a quarantined posthumous step on with its digest (quarantined_with_digest)",
-)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +18,7 @@ _CARRIED = pytest.mark.xfail(
         (2, 2, False),
         (3, 2, False),
         (1, 3, False),
-        pytest.param(3, 2, True, marks=_CARRIED),
+        (3, 2, True),
     ],
 )
 def test_properties_hold_in_every_state_of_random_walks(runs: int, sweeps: int, quarantines: bool) -> None:

@@ -20,6 +20,7 @@ from ckptd.daemon import keys, rpc
 from ckptd.daemon.coordinator import Coordinator, effects
 from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.failpoints import failpoint
+from ckptd.daemon.log_writer import put_once
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import coordinator_pb2_grpc, error_pb2, shard_table
 from ckptd.protos.agent_pb2 import LeadRequest
@@ -34,7 +35,7 @@ from ckptd.protos.coordinator_pb2 import (
     PingRequest,
 )
 from ckptd.protos.snapshot_pb2 import ShardTable
-from ckptd.storage_backends.base import ObjectStore, PutMode
+from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound
 
 TICK_S = 0.5
@@ -179,7 +180,7 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
             return self._get(operation.key)
         if isinstance(operation, effects.Put):
             failpoint(f"coordinator.before_{operation.label}")
-            self._store.put(operation.key, operation.data, mode=PutMode.CREATE)
+            put_once(self._store, operation.key, operation.data)
             failpoint(f"coordinator.after_{operation.label}")
             return None
         assert isinstance(operation, effects.Compute)

@@ -164,6 +164,7 @@ def _candidates(state: State, call: RestoreCall) -> tuple[list[StepRef], Error |
         return [], make_error(
             error_pb2.REASON_NOT_FOUND,
             f"there is no step {call.step}; existing steps: {existing or 'none'}",
+            hint="choose one of them, or restore the newest by naming none",
             step=call.step,
             phase="restore",
         )
@@ -226,6 +227,7 @@ def _refusal(state: State) -> Error | None:
         return make_error(
             error_pb2.REASON_RANKS_DISAGREE,
             f"ranks ask for different restores (step, raise_on_corrupt, rollback): {sorted(map(str, asked))}",
+            hint="every rank must call restore() with the same arguments",
             ranks=state.restores,
             phase="restore",
         )

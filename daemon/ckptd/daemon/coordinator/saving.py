@@ -165,7 +165,16 @@ def _refusal(state: State) -> Error | None:
         return make_error(
             error_pb2.REASON_RANKS_DISAGREE,
             "ranks save different steps: " + ", ".join(f"step {n} on ranks {ranks}" for n, ranks in by_step.items()),
+            hint="every rank must save the same step: count steps alike on all of them",
             ranks=state.begins,
+            phase="begin",
+        )
+    if step > keys.MAX_STEP:
+        return make_error(
+            error_pb2.REASON_INVALID_STEP,
+            f"step {step} is not in 0..{keys.MAX_STEP}",
+            hint="number steps by optimizer steps, not by tokens or time",
+            step=step,
             phase="begin",
         )
     if step <= state.last_begun:
@@ -418,6 +427,8 @@ def put_until_done(state: State, operation: ListKeys | Put) -> Procedure:
         except Exception as failure:  # whatever the store says: see above
             if state.phase is Phase.ENDED:
                 raise ProcedureStopped from failure
+            if isinstance(failure, DaemonError) and failure.error.reason == error_pb2.REASON_INTERNAL:
+                raise  # other bytes stand under this name: no repeating helps, and nothing may be acknowledged
             state.log("store_failed", operation=type(operation).__name__, error=str(failure))
             yield Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + STORE_RETRY_S)
 

@@ -7,6 +7,8 @@ more after it.
 
 from __future__ import annotations
 
+import contextlib
+
 from ckptd.daemon import history, keys, records
 from ckptd.daemon.coordinator.effects import Compute, Get, GetMany, ListKeys, Probe, Procedure, Put, Wait
 from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done
@@ -80,6 +82,7 @@ def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) 
     if fenced_by(state, claims):
         return
     state.listed.keeps = history.with_digest(list(record.keeps), key, data)
+    state.listed.quarantined = history.quarantined_with_digest(record, key, data)
     for ref, committed in state.adopted:
         state.listed.decisions[(ref.timeline, ref.step)] = committed
         state.log("adopted", step=ref.step, of=ref.timeline)
@@ -111,7 +114,9 @@ def _job(state: State) -> Procedure:
         if state.lead.options.read_only:
             return None
         made = records.job_bytes(state.lead.job, created_at=state.stamp(), version=state.versions.get("ckptd", ""))
-        yield Put(key=keys.JOB, data=made, label="job")
+        # Another start may be making it at this moment, with another time in it: what stands there is read next.
+        with contextlib.suppress(DaemonError):
+            yield Put(key=keys.JOB, data=made, label="job")
         data = yield Get(key=keys.JOB)
     job = records.parse_job(data)
     if job.job != state.lead.job:
@@ -208,7 +213,8 @@ def _resolve(state: State) -> Procedure:
             return
         key, record, data = newest
         state.listed = Listed(
-            keeps=history.with_digest(list(record.keeps), key, data), quarantined=list(record.quarantined)
+            keeps=history.with_digest(list(record.keeps), key, data),
+            quarantined=history.quarantined_with_digest(record, key, data),
         )
         if state.lead.options.read_only:
             return
