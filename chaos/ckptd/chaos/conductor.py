@@ -142,9 +142,11 @@ class Conductor:
             if launch.succeeded():
                 return launch, ""
             if launch.failed() or self._launch_is_given_up:
-                launch = self._end(launch)
+                self._end(launch)
+                if not self._launch_was_harmed:
+                    return launch, f"launch {launch.number} died by itself: {launch.complaint()}"
                 if launch.number > self._limits.relaunches:
-                    return launch, f"the job died {launch.number} times: {launch.error_tail()}"
+                    return launch, f"the job died {launch.number} times: {launch.complaint()}"
                 launch = self._launch()
                 quiet_since = time.monotonic()
             now = time.monotonic()
@@ -183,7 +185,7 @@ class Conductor:
         self._say("launched", launch=launch.number)
         return launch
 
-    def _end(self, launch: Launch) -> Launch:
+    def _end(self, launch: Launch) -> None:
         """End a launch that failed, everywhere; start dead agents again."""
         codes = launch.codes()
         launch.end()
@@ -193,10 +195,9 @@ class Conductor:
             launch=launch.number,
             codes={str(index): code for index, code in codes.items()},
             by_fault=self._launch_was_harmed,
-            text="" if self._launch_was_harmed else launch.error_tail(),
+            text="" if self._launch_was_harmed else launch.complaint(),
         )
         self._supervise(launch)
-        return launch
 
     def _suffer(self, harm: Harm | None) -> None:
         """Follow up what a fault did."""

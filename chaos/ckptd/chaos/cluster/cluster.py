@@ -8,6 +8,7 @@ memory of the cluster is left.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -27,6 +28,8 @@ from ckptd.chaos.watch import read_tail, wait_until
 _TAG = "CKPTD_CHAOS_TAG"
 _READY_DEADLINE = timedelta(seconds=60)
 _TERM_GRACE = timedelta(seconds=3)
+# The last line of a traceback, but for torchrun's own, which only says that a rank failed.
+_RAISED = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*(?!ChildFailed)[A-Z]\w*: \S.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,9 +69,11 @@ class Launch:
         for ranks in running:
             ranks.kill()
 
-    def error_tail(self) -> str:
-        """Return the last lines of errors of all nodes."""
-        return "".join(read_tail(path) for path in self.errors.values())
+    def complaint(self) -> str:
+        """Return the exceptions that its ranks printed, else the end of what they printed as errors."""
+        text = "".join(read_tail(path, most=100_000) for path in self.errors.values())
+        raised = dict.fromkeys(found[1] for found in _RAISED.finditer(text))
+        return "; ".join(list(raised)[:3]) if raised else text[-500:].strip()
 
 
 class Cluster:
