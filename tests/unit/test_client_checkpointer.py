@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -757,3 +759,73 @@ def test_s022_a_restore_during_a_pending_save_gives_a_whole_step(make: Make, fak
     assert checkpointer.restore(step=1) is not None
     fake_agent.decide(2)
     handle.wait()
+
+
+def test_s094_many_long_names_pass_default_message_limits(make: Make, fake_agent: FakeAgent) -> None:
+    """8,000 tensors with names of 600 characters: 5 MB of names travel in parts, out and back."""
+    state: dict[str, Any] = {f"{number:05d}{'n' * 600}": torch.full((), number) for number in range(8_000)}
+    checkpointer = make()
+    checkpointer.save(1, {"many": state}).wait()
+    target: dict[str, Any] = {"many": {name: torch.zeros((), dtype=torch.int64) for name in state}}
+    assert checkpointer.restore_into(target) is not None
+    assert all(torch.equal(value, target["many"][name]) for name, value in state.items())
+
+
+def test_a_default_device_changes_nothing(make: Make) -> None:
+    """Scratch memory and fresh tensors are on the host, whatever the script's default device is."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    checkpointer = make()
+    checkpointer.track(model=net, optimizer=optimizer)
+    other = nn.Linear(2, 2)
+    fresh = torch.optim.AdamW(other.parameters())
+    torch.set_default_device("meta")
+    try:
+        checkpointer.save(1, {"loose": torch.ones(3, device="cpu")}).wait()
+        checkpointer.close()
+        again = make()
+        again.track(model=other, optimizer=fresh)
+        state: dict[str, Any] = {"loose": None}
+        again.restore_into(state)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(net.weight, other.weight)
+    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+    assert state["loose"].tolist() == [1, 1, 1]
+
+
+def test_an_interrupt_while_copying_fails_the_step(
+    make: Make, fake_agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slot is torn: the other ranks are told, the interrupt goes on its way, and the next save works."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    checkpointer = make()
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptd.client.copying.Copier.copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(1)
+        patch.setattr("ckptd.client.copying.Copier.copy", lambda *_: 1 / 0)
+        with pytest.raises(Aborted, match=r"rank 0: copying.*division") as caught:
+            checkpointer.save(2)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert [request.step for request in fake_agent.failed] == [1, 2]
+    assert "Staged" not in fake_agent.calls
+    checkpointer.save(3).wait()
+
+
+def test_events_are_logged_where_asked(make: Make, tmp_path: Path) -> None:
+    """One JSON line for each save and restore."""
+    log = tmp_path / "events.jsonl"
+    checkpointer = make(client_event_log=log)
+    checkpointer.save(1).wait()
+    checkpointer.restore()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["kind"], line["step"], line["rank"], line["job"]) for line in lines] == [
+        ("save_returned", 1, 0, "job"),
+        ("restored", 1, 0, "job"),
+    ]

@@ -17,7 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client.errors import InvalidRequest
-from ckptd.client.sharding import Pieces, Sharded, _is_by_fsdp, boxes_of_placements, pieces_of
+from ckptd.client.placements import _is_by_fsdp, boxes_of_placements
+from ckptd.client.sharding import Pieces, Sharded, pieces_of
 
 
 def chunked(tensor: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:

@@ -10,8 +10,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client.errors import InvalidRequest
 from ckptd.client.sharding import PerRank, Sharded
@@ -318,3 +320,18 @@ def test_extra_state_of_modules_is_kept() -> None:
     found = collected(model=nn.Sequential(Extra(1, 1)))
     assert "model/0._extra_state/scale" in names(found)
     assert value(found, "model") == {"0._extra_state": {"scale": "tensor:model/0._extra_state/scale", "n": 3}}
+
+
+def test_s083_ddp_does_not_change_names() -> None:
+    """Nor does DDP around a compiled module."""
+    store = FakeStore()
+    dist.init_process_group("fake", rank=0, world_size=2, store=store)
+    try:
+        plain = names(collected(model=nn.Linear(2, 2)))
+        net = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        net.module.weight.grad = torch.ones(2, 2)
+        optimizer.step()
+        assert names(collected(model=net, optimizer=optimizer)) == [*plain, "optimizer/state/weight/momentum_buffer"]
+    finally:
+        dist.destroy_process_group()

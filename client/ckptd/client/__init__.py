@@ -16,7 +16,7 @@ from .errors import (
     Unavailable,
 )
 from .handles import SaveHandle
-from .restoring import BadStep, Restored
+from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded
 from .tracking import Trackable
 

@@ -28,7 +28,8 @@ from .journal import Journal
 from .link import Link
 from .mesh import topology
 from .nested import Hook
-from .restoring import Question, Restored, Restorer
+from .restored import Question, Restored
+from .restoring import Restorer
 from .saving import Saver
 from .tracking import Trackable, Tracking
 
@@ -51,7 +52,8 @@ class Checkpointer:
         mesh: The job's device mesh, or axis sizes, slowest first; default: one axis over all ranks.
         process_group: The ranks that save together; default: all of the job.
         per_rank: Patterns (`fnmatch`) of tensor names that are each rank's own, e.g. ``model/*.running_mean``.
-        on_failure: Called once for each save that failed, from the thread that notices it (not always the caller's).
+        on_failure: Called once for each save that failed, from the thread that notices it (not always the caller's);
+            it must not wait for a save.
         config: All other settings; default: the environment's, see `Config`.
         **settings: Single fields of `Config`, which win over it.
 
@@ -99,7 +101,11 @@ class Checkpointer:
             copier=self._copier,
             journal=self._journal,
         )
-        self._link.open()
+        try:
+            self._link.open()
+        except BaseException:
+            self._journal.close()
+            raise
         _open.add(self)
 
     @property

@@ -308,12 +308,13 @@ class Link:
         if self.is_parents or self._closing:
             return
         attachment = self._attachment
+        with self._changed:
+            # Before Detach: the stream ends with it, and must not be opened again.
+            self._closing = True
+            self._changed.notify_all()
         if detach and attachment is not None and self._fatal is None:
             with contextlib.suppress(grpc.RpcError, ValueError):  # the agent is gone, and so is the session
                 attachment.channel.stub.Detach(DetachRequest(session=attachment.session), timeout=timeout_s)
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
         if self._stream is not None:
             self._stream.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():

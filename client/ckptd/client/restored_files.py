@@ -65,7 +65,7 @@ class StreamedFiles:
 
     def read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
         """See `RestoredFiles`. Holds these bytes once more."""
-        found = torch.empty(nbytes, dtype=torch.uint8)
+        found = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if not nbytes:
             return found
         view = found.numpy().data

@@ -11,101 +11,31 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ckptd.protos import error_pb2, shard_table
-from ckptd.protos.agent_pb2 import FetchedPart, RestoreDoneRequest, RestoreRequest, StoredPart, WantPart
+from ckptd.protos.agent_pb2 import RestoreDoneRequest, RestoreRequest, StoredPart, WantPart
 
 from .config import Config
 from .copying import Copier
 from .errors import CkptdError, InvalidRequest, SnapshotNotFound
+from .fetched import Fetched, check_complete, take_part, want_parts
 from .journal import Journal
 from .link import Attachment, Link, SessionLostError
 from .mesh import Topology
+from .restored import BadStep, Question, Restored
 from .restored_files import RestoredFiles, SharedFiles, StreamedFiles
-from .targets import Stored, Wanted
+from .targets import Stored
 from .tracking import Restoring, Tracking
 
 log = logging.getLogger("ckptd.client")
 
 _CALL_S = 30.0
 _ANSWER_SLACK_S = 20.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BadStep:
-    """A step that was found bad and left for an older one.
-
-    Attributes:
-        step: The step.
-        timeline: The one it was saved in.
-        why: One sentence.
-    """
-
-    step: int
-    timeline: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
-    """What was restored.
-
-    Attributes:
-        step: The step, the same on all ranks.
-        timeline: The one it was saved in.
-        tier: "memory" when all bytes this node needed were in its agent's slots, else "store".
-        metrics: As given to save().
-        tags: As given to save().
-        fell_back_from: Newer steps that were found bad, newest first.
-        missing: With strict=False: what is tracked but not stored; it keeps its value.
-        unexpected: With strict=False: what is stored but not tracked.
-        bytes_by_tier: Where this node's bytes came from, in bytes.
-    """
-
-    step: int
-    timeline: str
-    tier: str
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    tags: Mapping[str, str] = field(default_factory=dict)
-    fell_back_from: tuple[BadStep, ...] = ()
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """What is asked for; equal on all ranks.
-
-    Attributes:
-        step: A step, or None for the newest.
-        required: Whether finding nothing is an error.
-        on_corrupt: What a bad newest step means.
-        strict: Whether names must fit on both sides.
-        rollback: Whether history may drop what is newer.
-        timeout_s: Seconds.
-    """
-
-    step: int | None
-    required: bool
-    on_corrupt: Literal["fallback", "raise"]
-    strict: bool
-    rollback: bool
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Fetched:
-    """Where the verified bytes stand."""
-
-    pieces: list[tuple[Wanted, str, int, tuple[int, ...], tuple[int, ...]]]
-    objects: dict[str, tuple[str, int, int]]
-    bytes_by_tier: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -267,21 +197,21 @@ class Restorer:
             for _ in self._link.stream(attachment, "Want", iter([part]), timeout_s=_CALL_S, phase="restore"):
                 pass
 
-    def _want(self, attachment: Attachment, attempt: int, restoring: Restoring, deadline: float) -> _Fetched | None:
+    def _want(self, attachment: Attachment, attempt: int, restoring: Restoring, deadline: float) -> Fetched | None:
         targets = restoring.targets
         parts = self._link.stream(
             attachment,
             "Want",
-            _want_parts(attachment.session, attempt, targets.wanted, targets.objects),
+            want_parts(attachment.session, attempt, targets.wanted, targets.objects),
             timeout_s=max(0.1, deadline - time.monotonic()) + _ANSWER_SLACK_S,
             phase="restore",
         )
-        fetched = _Fetched(pieces=[], objects={}, bytes_by_tier={})
+        fetched = Fetched(pieces=[], objects={}, bytes_by_tier={})
         for part in parts:
             if part.superseded:
                 return None
-            _take_part(part, targets.wanted, targets.objects, fetched)
-        _check_complete(fetched, targets.wanted, targets.objects)
+            take_part(part, targets.wanted, targets.objects, fetched)
+        check_complete(fetched, targets.wanted, targets.objects)
         return fetched
 
     def _files(self, attachment: Attachment, deadline: float) -> RestoredFiles:
@@ -298,7 +228,7 @@ class Restorer:
             attachment.session,
         )
 
-    def _fill(self, fetched: _Fetched, files: RestoredFiles) -> None:
+    def _fill(self, fetched: Fetched, files: RestoredFiles) -> None:
         targets, sources = [], []
         for wanted, path, at, offset, length in fetched.pieces:
             view, nbytes = wanted.view, math.prod(length) * wanted.view.element_size()
@@ -322,45 +252,3 @@ class Restorer:
             request.error.CopyFrom(error.to_wire())
         with contextlib.suppress(CkptdError):
             self._link.call(attachment, "RestoreDone", request, timeout_s=_CALL_S, phase="restore")
-
-
-def _want_parts(session: str, attempt: int, wanted: list[Wanted], objects: list[str]) -> Iterator[WantPart]:
-    table = shard_table.build(one.row for one in wanted)
-    for number, rows in enumerate(shard_table.split(table)):
-        part = WantPart(rows=rows)
-        if number == 0:
-            part.session, part.attempt = session, attempt
-            part.object_names.extend(objects)
-        yield part
-
-
-def _take_part(part: FetchedPart, wanted: list[Wanted], objects: list[str], fetched: _Fetched) -> None:
-    begin = 0
-    offsets, lengths, files = list(part.source_offset), list(part.source_length), list(part.files)
-    columns = zip(part.want_row, part.file, part.file_offset, strict=True)
-    for row, file, file_offset in columns:
-        one = wanted[row]
-        end = begin + len(one.row.length)
-        piece = (one, files[file], file_offset, tuple(offsets[begin:end]), tuple(lengths[begin:end]))
-        fetched.pieces.append(piece)
-        begin = end
-    for number, file, offset, nbytes in zip(
-        part.object, part.object_file, part.object_offset, part.object_bytes, strict=True
-    ):
-        fetched.objects[objects[number]] = (files[file], offset, nbytes)
-    fetched.bytes_by_tier.update(part.bytes_by_tier)
-
-
-def _check_complete(fetched: _Fetched, wanted: list[Wanted], objects: list[str]) -> None:
-    """Refuse an answer that leaves elements out: it would leave old values among restored ones."""
-    left = {id(one): math.prod(one.row.length) for one in wanted}
-    for one, _, _, _, length in fetched.pieces:
-        left[id(one)] -= math.prod(length)
-    short = [one.row.name for one in wanted if left[id(one)]]
-    short += [name for name in objects if name not in fetched.objects]
-    if short:
-        raise CkptdError(
-            f"the agent's answer does not hold all of {len(short)} wanted entries, first {short[0]}",
-            key=short[0],
-            phase="restore",
-        )

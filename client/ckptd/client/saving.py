@@ -172,6 +172,12 @@ class Saver:
             self._fail_step(handle.step, aborted)
             self._ledger.withdraw(handle, aborted)
             raise _RaisedInCopyError(aborted) from failure
+        except BaseException:
+            # An interrupt, say: the slot is torn, and the other ranks must not wait for it.
+            stopped = Aborted(f"rank {self._topology.rank} was interrupted", step=handle.step, rank=self._topology.rank)
+            self._fail_step(handle.step, stopped)
+            self._ledger.withdraw(handle, stopped)
+            raise
 
     def _begin(self, step: int, capture: Capture, timeout_s: float | None) -> tuple[Attachment, BeginReply]:
         """Ask until there is an answer; nothing has been copied, so a new session may ask again."""

@@ -153,7 +153,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> bytes:
     small = [number for number, size in enumerate(sizes) if size < _SMALL]
     found: list[bytes] = [b""] * len(tensors)
     with torch.no_grad():
-        scratch = torch.empty(sum(sizes[number] + 16 for number in small), dtype=torch.uint8)
+        scratch = torch.empty(sum(sizes[number] + 16 for number in small), dtype=torch.uint8, device="cpu")
         targets, spans, at = [], [], 0
         for number in small:
             tensor, end = tensors[number], at + sizes[number]

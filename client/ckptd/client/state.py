@@ -21,7 +21,8 @@ from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, AliasTable, ShardTable, Value
 
 from .errors import InvalidRequest
-from .sharding import LocalBox, PerRank, Pieces, dtype_name, pieces_of
+from .placements import LocalBox
+from .sharding import PerRank, Pieces, dtype_name, pieces_of
 from .values import encode
 
 TRAINED, FROZEN = 0, 1

@@ -159,7 +159,7 @@ class Targets:
                 self.tensors[name] = made
                 return made
             if len(rows) == 1 and (first.scope == SCOPE_PER_RANK or first.length == first.global_shape):
-                made = torch.empty(first.length, dtype=dtype, device=device)
+                made = torch.empty(first.length, dtype=dtype, device=device or torch.device("cpu"))
                 self.wanted.append(Wanted(row=first, view=made))
                 self.tensors[name] = made
                 return made
