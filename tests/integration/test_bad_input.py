@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import secrets
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import pytest
 from fixtures.agents import AgentProcess, Agents, running_agents
 from fixtures.raw_job import Job, error_of
 from fixtures.raw_rank import RawRank, options, run_credentials
+from fixtures.small_disk import small_disk
 
 from ckptd.chaos.seaweed import SeaweedServer
 from ckptd.protos import error_pb2
@@ -134,45 +132,26 @@ def test_a_root_beyond_those_an_agent_serves_is_refused(agents: Agents, tmp_path
     save_properly(node, f"file://{tmp_path}/mine/a")
 
 
-@contextmanager
-def small_disk(at: Path, size: str = "64m") -> Iterator[Path]:
-    """Mount a tmpfs; skips where that is not allowed."""
-    at.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", at], check=False).returncode
-    ):
-        pytest.skip("mounting needs root")
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", "-l", at], check=True)
-
-
 @pytest.mark.root
 def test_a_root_that_becomes_unwritable_aborts_the_step_and_the_next_one_commits(
     node: AgentProcess, tmp_path: Path
 ) -> None:
     """Read-only from the start: refused with PERMISSION_DENIED. In the midst of a run: that step is aborted, no other."""
     with small_disk(tmp_path / "disk") as disk:
-        root = f"file://{disk}/root"
-
-        def remount(how: str) -> None:
-            subprocess.run(["mount", "-o", f"remount,{how}", disk], check=True)
-
-        remount("ro")
+        root = f"file://{disk.folder}/root"
+        disk.remount("ro")
         error = start_refused(rank_of(node, root))
         assert (error.reason, error.object) == (error_pb2.REASON_PERMISSION_DENIED, root)
         assert "Read-only file system" in error.message
         assert error.hint
-        remount("rw")
+        disk.remount("rw")
         job = Job(root, [node], 2)
         job.save(1)
         job.wait(1)
-        remount("ro")
+        disk.remount("ro")
         job.save(2)
         node.wait_event("upload_failed", step=2)
-        remount("rw")
+        disk.remount("rw")
         for rank in job.ranks:
             told = rank.event("step", state=Event.ABORTED, step=2).step.error
             assert told.reason == error_pb2.REASON_PERMISSION_DENIED

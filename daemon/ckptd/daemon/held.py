@@ -22,7 +22,7 @@ import blake3
 from ckptd.daemon import index, keys, rpc
 from ckptd.daemon.arena import Arena
 from ckptd.daemon.chunks import StreamLayout, stream_layout
-from ckptd.daemon.errors import DaemonError, make_error
+from ckptd.daemon.errors import DaemonError, FormatError, make_error
 from ckptd.daemon.fetcher import Fetcher
 from ckptd.daemon.slots import SlotFile, SlotHeader, SlotPool, SlotState
 from ckptd.daemon.telemetry import EventLog
@@ -251,7 +251,7 @@ class HeldJob:
         try:
             slot.stage(objects_bytes=objects_bytes, trailer_bytes=trailer_bytes, staged_at=time.time())
             slot.trailer()
-        except ValueError as wrong:
+        except (ValueError, FormatError) as wrong:  # the trainer's doing, and no damage to anything stored
             raise DaemonError.of(
                 str(wrong), reason=error_pb2.REASON_INVALID_ARGUMENT, rank=rank, phase="stage"
             ) from wrong
