@@ -180,7 +180,7 @@ class Cluster:
             command = self._launcher.command(
                 node=node.index, nnodes=self.nnodes, nproc=self.nproc, launch=self._launches, script=script
             )
-            events = {"CKPTD_EVENT_LOG": str(self.client_events(node, launch.number))}
+            events = {"CKPTD_CLIENT_EVENT_LOG": str(self.client_events(node, launch.number))}
             node.start_ranks(command, {**environment, **events}, launch.outputs[node.index], launch.errors[node.index])
         return launch
 
