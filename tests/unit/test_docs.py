@@ -184,6 +184,24 @@ def test_the_example_configuration_is_valid(tmp_path: Path) -> None:
         load_config({}, file=file, environment={})
 
 
+# ---------------------------------------------------------------- rooms
+
+
+@pytest.mark.parametrize("folder", ["daemon", "client", "storage_backends"])
+def test_every_room_is_on_the_map(folder: str) -> None:
+    """docs/architecture.md names every module of the package, or the folder it stands in."""
+    section = (
+        (ROOT / "docs/architecture.md").read_text(encoding="utf-8").partition("## Rooms")[2].partition("## Threads")[0]
+    )
+    rooms = {
+        path.stem if path.is_file() else f"{path.name}/"
+        for path in (ROOT / folder / "ckptd" / folder).iterdir()
+        if (path.suffix == ".py" or (path / "__init__.py").exists()) and not path.name.startswith("_")
+    }
+    missing = sorted(rooms - set(re.findall(r"`([a-z_]+/?)`", section)))
+    assert not missing
+
+
 # ---------------------------------------------------------------- events
 
 _EVENT_CALLS = {"emit", "_emit", "log", "_line"}
