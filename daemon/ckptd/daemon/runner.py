@@ -241,11 +241,12 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
             while (message := await queue.get()) is not None:
                 yield message
         finally:
+            # Before any await: gRPC may cancel this handler at every one, and the node would never count as lost.
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
             if self._outgoing.get(node) is queue:
                 del self._outgoing[node]
                 self._events.put_nowait(effects.NodeLost(node=node, incarnation=incarnation))
+            await asyncio.gather(reader, return_exceptions=True)
 
     async def SendLayout(self, parts: AsyncIterator[NodeLayoutPart], context: Context) -> NodeLayoutReply:  # noqa: N802
         """Take a rank's layout: see coordinator.proto."""
