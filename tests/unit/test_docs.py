@@ -198,7 +198,7 @@ def test_every_room_is_on_the_map(folder: str) -> None:
         for path in (ROOT / folder / "ckptd" / folder).iterdir()
         if (path.suffix == ".py" or (path / "__init__.py").exists()) and not path.name.startswith("_")
     }
-    missing = sorted(rooms - set(re.findall(r"`([a-z_]+/?)`", section)))
+    missing = sorted(rooms - set(re.findall(r"`([a-z0-9_]+/?)`", section)))
     assert not missing
 
 
