@@ -61,7 +61,8 @@ class Narrator:
             self._progress.remove_task(self._bar)
 
     def hear(self, _run: str, event: Event) -> None:
-        if self._bar is None:
+        # Ranks keep event logs too; what eight of them say is too much for a newcomer.
+        if self._bar is None or event.source.startswith("client"):
             return
         if event.kind == "step":
             self._progress.update(self._bar, completed=event.step, description="training")

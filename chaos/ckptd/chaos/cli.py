@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shutil
 import sys
 import tempfile
 from datetime import timedelta
@@ -26,6 +27,7 @@ from ckptd.chaos.report import render
 from ckptd.chaos.scenario_reader import ScenarioError, load, scenario_names
 from ckptd.chaos.schedule import ScheduleError
 from ckptd.chaos.trial import Stage, run_trial
+from ckptd.chaos.verdict import Verdict
 
 app = typer.Typer(
     name="chaos",
@@ -73,7 +75,9 @@ def run(
     nproc: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
     store: Annotated[str, typer.Option(help="local: files; s3: a SeaweedFS server of its own.")] = "local",
     seed: Annotated[int | None, typer.Option(help="Decides what the scenario leaves open. [default: random]")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for all evidence. [default: a new one in /tmp]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for all evidence. [default: a temporary one, removed after a pass]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     cached: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep the undisturbed run.")] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Bound of each run, seconds.")] = 600.0,
@@ -116,11 +120,15 @@ def run(
         sys.stdout.write(text + "\n")
     else:
         render(report, console)
+    if out is None and report.verdict is Verdict.PASS:
+        shutil.rmtree(folder, ignore_errors=True)
+        console.print("the evidence of a pass is removed; --out keeps it", style="dim")
     raise typer.Exit(report.verdict.exit_code)
 
 
 def _tell(console: Console, run_name: str, event: Event) -> None:
-    if event.kind in _TOLD:
+    who = event.source.partition(" ")[0]
+    if event.kind in _TOLD and who != "client" and (event.kind == "restored") <= (who == "script"):
         fields = " ".join(f"{k}={v}" for k, v in event.fields.items() if k in _SHOWN and v not in (None, ""))
         console.print(f"{run_name}: {event.source}: {event.kind} {fields}", style="dim", markup=False, highlight=False)
 
