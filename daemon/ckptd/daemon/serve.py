@@ -13,6 +13,8 @@ import ipaddress
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ckptd.daemon import rpc
@@ -42,8 +44,9 @@ def run(config: AgentConfig) -> int:
     """
     check_listen(config)
     os.umask(0o077)
-    prepare_folder(config.run_dir)
-    lock = _lock(config.run_dir / "agent.lock")
+    with _usage_errors():
+        prepare_folder(config.run_dir)
+        lock = _lock(config.run_dir / "agent.lock")
     try:
         return asyncio.run(_serve(config))
     finally:
@@ -54,8 +57,9 @@ async def _serve(config: AgentConfig) -> int:
     loop = asyncio.get_running_loop()
     path = config.run_dir / SOCKET_NAME
     rpc.prepare_socket(path)
-    log = EventLog(config.event_log)
-    agent = Agent(config, log)
+    with _usage_errors():
+        log = EventLog(config.event_log)
+        agent = Agent(config, log)
     server = rpc.new_server()
     agent_pb2_grpc.add_AgentServicer_to_server(AgentService(agent), server)
     server.add_insecure_port(f"unix:{path}")
@@ -98,6 +102,20 @@ def _on_signal(stop: asyncio.Event) -> None:
     if stop.is_set():
         os._exit(EXIT_UNFLUSHED)
     stop.set()
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Say of a folder or file that cannot be used that it is so; it is no bug."""
+    try:
+        yield
+    except OSError as failure:
+        raise DaemonError.of(
+            f"{failure.filename or 'a folder of the agent'} cannot be used: {failure.strerror}",
+            reason=error_pb2.REASON_INVALID_ARGUMENT,
+            hint=f"run_dir, data_dir, shm_dir and event_log must be places that user {os.geteuid()} can write to",
+            object=str(failure.filename or ""),
+        ) from failure
 
 
 def check_listen(config: AgentConfig) -> None:

@@ -45,9 +45,9 @@ def prepare_folder(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
         raise DaemonError.of(
-            f"shared-memory folder {folder} is not a folder of user {os.geteuid()}",
+            f"{folder} is not a folder of user {os.geteuid()}",
             reason=REASON_NOT_ALLOWED,
-            hint="set CKPTD_SHM_DIR to a folder of your own, or have the present one removed",
+            hint="set CKPTD_RUN_DIR, CKPTD_DATA_DIR and CKPTD_SHM_DIR to folders of your own, or have this one removed",
             object=str(folder),
         )
     if found.st_mode & 0o077:
