@@ -98,3 +98,18 @@ class TestRestartInALivingRun:
         new = play.run().attach()
         new.settle()
         assert not new.is_running()
+
+
+class TestBrokenLink:
+    def test_s034_a_failure_that_was_said_into_a_broken_link_counts_after_the_reconnect(self) -> None:
+        """The node cannot upload and its word is lost: its next hello ends the step for all, long before the deadline."""
+        run = Play().run().attach()
+        run.begin(1)
+        run.settle()
+        run.stage(1)
+        run.seal(1, ranks=(0,))
+        failed = error_pb2.Error(reason=error_pb2.REASON_STORE_FAILED, message="disk on fire")
+        run.hello(1, held=[Held(timeline=run.timeline, step=1, ranks=[1], failed=failed)])
+        run.settle()
+        assert run.outcomes() == {1: False}
+        assert run.last("outcome").outcome.aborted.message == "disk on fire"

@@ -107,7 +107,8 @@ class RunLink:
         if waiting is not None and not waiting.answer.done():
             waiting.answer.set_exception(DaemonError(lost))
         self.restores.rank_gone(session.rank)
-        self.say(NodeMessage(gone=NodeMessage.RankGone(rank=session.rank, clean=clean, why=lost)))
+        session.gone = NodeMessage.RankGone(rank=session.rank, clean=clean, why=lost)
+        self.say(NodeMessage(gone=session.gone))
         if self._ended is not None and not self.live_ranks:
             self.close()
 
@@ -201,6 +202,9 @@ class RunLink:
         failed = Error()
         failed.CopyFrom(error)
         failed.step, failed.rank = step, session.rank
+        snapshot = self.snapshot(step)
+        if snapshot is not None and snapshot.failed is None:
+            snapshot.failed = failed  # said again after a reconnect
         self.say(NodeMessage(failed=NodeMessage.StepFailed(timeline=self.timeline, step=step, error=failed)))
 
     def snapshot(self, step: int) -> Snapshot | None:
@@ -368,6 +372,8 @@ class RunLink:
         for session in self.ranks.values():
             if session.attached:
                 self.say(self._attached(session))
+            elif session.gone is not None:
+                self.say(NodeMessage(gone=session.gone))
         for rank, wait in self._begins.items():
             self.say(self._begin_message(rank, wait.request))
         self.restores.say_again()

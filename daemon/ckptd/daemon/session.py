@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from ckptd.daemon.supervisor import ProcessWatch
 from ckptd.protos.agent_pb2 import AttachRequest, Event
+from ckptd.protos.coordinator_pb2 import NodeMessage
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import AliasTable, ShardTable
 
@@ -42,6 +43,7 @@ class Session:
     watch: ProcessWatch | None = None
     loss: asyncio.TimerHandle | None = None
     attached: bool = True
+    gone: NodeMessage.RankGone | None = None
 
     @property
     def rank(self) -> int:

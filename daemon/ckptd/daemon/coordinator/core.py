@@ -219,6 +219,8 @@ class Coordinator:
                 saving.on_staged(state, NodeMessage.Staged(rank=rank, step=step, timeline=str(state.timeline)))
             if held.HasField("index"):
                 run.sealed[name] = held.index
+            elif held.HasField("failed") and run.failed is None:
+                run.failed = held.failed
 
     def _restarted(self, name: str, held: dict[tuple[str, int], Held]) -> None:
         """The node's agent is a new process: what its ranks had not staged is torn."""
