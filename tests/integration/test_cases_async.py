@@ -92,7 +92,7 @@ def test_s020_zero_dim_counters_of_an_optimizer_never_run_ahead_of_their_weights
     agents: Agents, tmp_path: Path
 ) -> None:
     """200 counters of AdamW, saved at a step, five more steps while the upload is throttled: 50 of 50 restore as saved."""
-    node = agents.new(env=slow(0.02))
+    node = agents.new(env=slow(0.04))
     torch.manual_seed(0)
     model = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(200)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -123,14 +123,14 @@ def test_s020_zero_dim_counters_of_an_optimizer_never_run_ahead_of_their_weights
             assert restored.step == repeat
             assert counters() == {float(repeat)}
             assert all(torch.equal(one, other) for one, other in zip(model, weights, strict=True))
-        assert in_flight > 25, "the upload must have been running while the counters moved"
+        assert in_flight > 10, "the upload must have been running while the counters moved"
 
 
 def test_s022_a_restore_during_an_upload_gives_the_step_before_and_never_a_mix(agents: Agents, tmp_path: Path) -> None:
     """While step 2 is uploaded, restore gives step 1: in the same process, and to a reader on a node of its own."""
     root = f"file://{tmp_path}/root"
     node = agents.new(start=False)
-    node.start(env={"CKPTD_FAILPOINTS": "uploader.before_index=delay:3@2"})
+    node.start(env={"CKPTD_FAILPOINTS": "uploader.before_index=delay:4@2"})
     other = agents.new()
     with ClientJob(root, [node], 2) as job:
         job.wait(job.save(1))

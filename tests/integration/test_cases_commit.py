@@ -108,18 +108,28 @@ def kill_at_random_moments(node: AgentProcess, roots: list[str], kills: Iterable
         draw = random.Random(kill)
         jobs = [trial.restore(node) for trial in trials]
         ahead = [draw.uniform(0.0, 0.3) for _ in trials]
-        lost = kill % 2 == 0
+        lost, lost_after_commit = kill % 2 == 0, kill % 5 == 0
         with ThreadPoolExecutor(len(trials)) as pool:
             begun = time.monotonic()
 
-            def save(at: int, jobs: list[Job] = jobs, ahead: list[float] = ahead, begun: float = begun) -> None:
+            def save(
+                at: int,
+                jobs: list[Job] = jobs,
+                ahead: list[float] = ahead,
+                begun: float = begun,
+                lost_after_commit: bool = lost_after_commit,
+            ) -> None:
                 # The moment of the fault, not a wait for anything.
                 time.sleep(max(0.0, begun + 0.3 - ahead[at] - time.monotonic()))
                 trials[at].step += 1
                 jobs[at].save(trials[at].step)
+                if at == 0 and lost_after_commit:
+                    jobs[at].wait(trials[at].step)
 
             savings = [pool.submit(save, at) for at in range(len(trials))]
             time.sleep(max(0.0, begun + 0.3 - time.monotonic()))
+            if lost_after_commit:
+                savings[0].result(timeout=60)
             assert node.kill() == -9
             staged = [saving.exception() is None for saving in savings]
         for job in jobs:

@@ -36,8 +36,8 @@ async def broken_session(turns: int) -> list[effects.Event]:
         threads=ThreadPoolExecutor(1),
         log=EventLog(None),
         versions={},
-        on_claimed=lambda runner: None,
-        on_closed=lambda runner: None,
+        on_claimed=lambda _: None,
+        on_closed=lambda _: None,
         node_grace_s=60.0,
     )
     open_, broken = asyncio.Event(), asyncio.Event()
