@@ -306,6 +306,29 @@ def test_every_exit_code_is_documented() -> None:
     assert {int(code) for code in ExitCode} <= {int(code) for code in re.findall(r"^\| (\d+) \| ", page, re.MULTILINE)}
 
 
+@cache
+def texts_of_the_code() -> tuple[str, ...]:
+    """Return every text and every fixed part of an f-string in the packages."""
+    files = (path for folder in ("client", "daemon", "storage_backends") for path in (ROOT / folder).rglob("*.py"))
+    return tuple(
+        node.value
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    """Each message that docs/troubleshooting.md quotes stands in the code, but for the parts that vary."""
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    quoted = [
+        text for line in re.findall(r"^\*\*(.*)\*\*", page, re.MULTILINE) for text in re.findall(r"`([^`]+)`", line)
+    ]
+    parts = [part for text in quoted if " " in text for part in text.split("…") if len(part.strip()) > 3]
+    assert len(parts) > 20
+    assert not [part for part in parts if not any(part.strip() in text for text in texts_of_the_code())]
+
+
 # ---------------------------------------------------------------- protocol
 
 _ELEMENT = re.compile(
