@@ -50,7 +50,7 @@ class Fetcher:
 
     Args:
         store: Retries by itself.
-        events: Gets fetched, and rejected for every copy whose digest did not fit.
+        events: Gets rejected, for every copy whose digest did not fit.
         get_threads: Reads in flight; None takes the store's own figure.
         hash_threads: Slot chunks hashed at once.
     """
@@ -91,7 +91,6 @@ class Fetcher:
             DaemonError: DEADLINE_EXCEEDED; names the object that was waited for.
             StorageError: As the store raised it; names the object.
         """
-        begun = time.monotonic()
         wanted = {rank: runs(rank, needs[rank]) for rank in sorted(needs)}
         good = self._good_slots(wanted, held)
         extents = {rank: [each for run in wanted[rank] for each in _in_slot(run, slot)] for rank, slot in good.items()}
@@ -117,13 +116,6 @@ class Fetcher:
                 extents.setdefault(run.rank, []).append(
                     Extent(stream_offset=run.stream_offset, nbytes=run.nbytes, path=file.path, file_offset=at)
                 )
-        self._events.emit(
-            "fetched",
-            bytes=sum(by_tier.values()),
-            bytes_by_tier=by_tier,
-            ranks=list(wanted),
-            seconds=round(time.monotonic() - begun, 6),
-        )
         return Fetched(extents=extents, bytes_by_tier=by_tier)
 
     def close(self) -> None:

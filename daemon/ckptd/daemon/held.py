@@ -110,7 +110,7 @@ class HeldJob:
         self.job = job
         self.store = store
         self.uploader = uploader
-        self.fetcher = Fetcher(store)
+        self.fetcher = Fetcher(store, events=log)
         self._node = node
         self._folder = shm_dir
         self._threads = threads

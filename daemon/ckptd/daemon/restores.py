@@ -243,7 +243,8 @@ class NodeRestore:
         snapshot = self._held_snapshot(attempt)
         if snapshot is not None:
             attempt.leases.append(self._held.read_lease(snapshot))
-        deadline = time.monotonic() + self._link.about.options.restore_timeout_s
+        begun = time.monotonic()
+        deadline = begun + self._link.about.options.restore_timeout_s
         wants = {rank: (shard_table.concat(want.rows), want.objects) for rank, want in attempt.wants.items()}
         try:
             attempt.plan = await loop.run_in_executor(
@@ -266,7 +267,9 @@ class NodeRestore:
             step=attempt.chosen.step.step,
             of=attempt.chosen.step.timeline,
             node=self._node,
+            bytes=sum(attempt.plan.bytes_by_tier.values()),
             bytes_by_tier=dict(attempt.plan.bytes_by_tier),
+            seconds=round(time.monotonic() - begun, 6),
         )
         attempt.ready = True
         self._say_ready(attempt)

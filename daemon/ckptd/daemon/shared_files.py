@@ -164,5 +164,4 @@ def no_space(folder: Path, needed: int) -> NoSpaceError:
         f"no space in {folder}: {needed} bytes needed, {free} free",
         hint="enlarge the tmpfs (docker: --shm-size), use fewer slots, or set CKPTD_SHM_DIR to another one",
         object=str(folder),
-        phase="begin",
     )

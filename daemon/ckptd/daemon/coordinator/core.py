@@ -85,14 +85,27 @@ class Coordinator:
         elif isinstance(event, Done):
             self._resume(event.lane, event.result, event.error)
         elif isinstance(event, Superseded):
-            state.superseded = True
-            state.phase = Phase.ENDED
+            self._supersede()
         else:
             assert isinstance(event, Tick)
         self._time()
         self._advance()
         effects, state.effects = state.effects, []
         return effects
+
+    def _supersede(self) -> None:
+        """A newer run has its claim: what the look at the claims would find, sooner."""
+        state = self.state
+        state.superseded = True
+        if state.phase is not Phase.ENDED:
+            state.phase = Phase.ENDED
+            state.fenced = make_error(
+                error_pb2.REASON_FENCED,
+                f"timeline {state.timeline or '(none yet)'} was taken over by a newer run on the same agent",
+                hint="this process belongs to an older run of the job; it must end and not be restarted",
+            )
+            state.log("fenced", by="a newer run on this agent")
+            state.broadcast(CoordinatorMessage(fenced=state.fenced))
 
     # ------------------------------------------------------------ procedures
 
@@ -340,7 +353,8 @@ class Coordinator:
         state = self.state
         if not self._closed and self._is_over():
             self._closed = True
-            state.effects.append(Close(why="fenced" if state.fenced else state.phase.value))
+            ended = "refused" if state.refusal else "all ranks have ended"
+            state.effects.append(Close(why="fenced" if state.fenced else ended))
 
     def _is_over(self) -> bool:
         state = self.state
