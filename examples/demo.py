@@ -34,10 +34,10 @@ STEPS, SAVE_EVERY = 20, 4
 COMMAND = (
     *(str(HERE / "train_moe.py"), "--root", "{root}", "--digests", "{digests}", "--out", "{out}"),
     *("--pp", "2", "--dp-shard", "2", "--tp", "2"),
-    *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY)),
+    *("--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--step-s", "0.4"),
 )
 # Uploads take a moment, so that there is a time in which a snapshot is staged and not yet in the store.
-SLOW_UPLOADS = "uploader.before_put=delay:0.5"
+SLOW_UPLOADS = "uploader.before_put=delay:1.0"
 FAULTS = (
     PlannedFault(index=0, do="kill", kind="rank", which=6, at=Moment(event="staged", nth=2, before="sealed")),
     PlannedFault(index=1, do="lose", kind="node", which=0, at=Moment(event="acknowledged", then="step")),
