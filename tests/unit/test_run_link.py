@@ -8,9 +8,9 @@ from typing import Any
 
 from fixtures.raw_rank import options, run_credentials
 
-from ckptd.daemon.held import Snapshot
 from ckptd.daemon.run_link import RunLink
 from ckptd.daemon.session import Session
+from ckptd.daemon.snapshots import Snapshot
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos.agent_pb2 import AttachRequest
 from ckptd.protos.coordinator_pb2 import NodeMessage
@@ -67,7 +67,7 @@ def test_a_step_that_a_rank_gave_up_while_the_link_was_broken_is_said_to_have_fa
     def gives_up(link: RunLink, held: Any, sessions: list[Session]) -> None:
         snapshot = Snapshot(about=HeldSnapshot(timeline="00000001-aaaaaaaaaaaa", step=7, run_id="run"), plans={})
         held.snapshots[snapshot.key] = snapshot
-        link.fail_step(sessions[1], 7, Error(message="boom"))
+        link.saves.fail_step(sessions[1], 7, Error(message="boom"))
 
     said = asyncio.run(said_after_reconnect(gives_up))
     (one,) = said[0].hello.held

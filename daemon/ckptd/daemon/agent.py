@@ -20,14 +20,16 @@ from pathlib import Path
 
 from ckptd.daemon.config import AgentConfig
 from ckptd.daemon.errors import DaemonError
-from ckptd.daemon.held import HeldJob, Snapshot, job_digest, wire_error
+from ckptd.daemon.held import HeldJob, job_digest
 from ckptd.daemon.run_link import RunLink
 from ckptd.daemon.runner import CoordinatorRunner
 from ckptd.daemon.session import Session
 from ckptd.daemon.shared_files import prepare_folder
+from ckptd.daemon.snapshots import Snapshot
 from ckptd.daemon.supervisor import ProcessWatch
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.uploader import Uploader
+from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import AttachRequest, Event, LeadRequest
 from ckptd.protos.snapshot_pb2 import HeldSnapshot
@@ -152,7 +154,7 @@ class Agent:
         about = snapshot.about
         for link in self.runs.values():
             if (link.about.root, link.about.job) == (about.root, about.job):
-                link.changed(snapshot)
+                link.saves.changed(snapshot)
 
     # ------------------------------------------------------------ runs
 
@@ -294,7 +296,11 @@ class Agent:
 
     def is_idle(self) -> bool:
         """Whether no rank is attached, nothing is uploaded and no coordinator works."""
-        return not self.sessions and not self.coordinators and not any(job.is_uploading for job in self.jobs.values())
+        return (
+            not self.sessions
+            and not self.coordinators
+            and not any(job.uploads.is_uploading for job in self.jobs.values())
+        )
 
     def idle_for(self) -> float:
         """Seconds since the agent had something to do."""
@@ -306,7 +312,7 @@ class Agent:
     async def drain(self, seconds: float) -> bool:
         """Wait for running uploads; True when none is left."""
         deadline = asyncio.get_running_loop().time() + seconds
-        while any(job.is_uploading for job in self.jobs.values()):
+        while any(job.uploads.is_uploading for job in self.jobs.values()):
             if asyncio.get_running_loop().time() >= deadline:
                 return False
             await asyncio.sleep(0.05)

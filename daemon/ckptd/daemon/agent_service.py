@@ -101,7 +101,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def Begin(self, request: agent_pb2.BeginRequest, context: Context) -> agent_pb2.BeginReply:  # noqa: N802
         """See agent.proto."""
         session, link = self._agent.session(request.session)
-        return await link.begin(session, request)
+        return await link.saves.begin(session, request)
 
     @guarded_stream
     async def GetPlan(self, request: agent_pb2.PlanRequest, context: Context) -> AsyncIterator[agent_pb2.PlanPart]:  # noqa: N802
@@ -127,7 +127,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
         async for part in parts:
             if slot is None:
                 session, link = self._agent.session(part.session)
-                snapshot = link.snapshot(part.step)
+                snapshot = link.saves.snapshot(part.step)
                 if snapshot is None or session.rank not in snapshot.slots:
                     raise DaemonError.of(
                         f"step {part.step}: it was given up meanwhile", reason=error_pb2.REASON_ABORTED, step=part.step
@@ -144,14 +144,14 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def Staged(self, request: agent_pb2.StagedRequest, context: Context) -> agent_pb2.StagedReply:  # noqa: N802
         """See agent.proto."""
         session, link = self._agent.session(request.session)
-        link.staged(session, request)
+        link.saves.staged(session, request)
         return agent_pb2.StagedReply()
 
     @guarded
     async def FailStep(self, request: agent_pb2.FailStepRequest, context: Context) -> agent_pb2.FailStepReply:  # noqa: N802
         """See agent.proto."""
         session, link = self._agent.session(request.session)
-        link.fail_step(session, request.step, request.error)
+        link.saves.fail_step(session, request.step, request.error)
         return agent_pb2.FailStepReply()
 
     @guarded_stream

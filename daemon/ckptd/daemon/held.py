@@ -1,93 +1,36 @@
-"""What this node holds of one job: slots, staged snapshots, and their uploads. Outlives runs and trainers.
+"""What this node holds of one job: slots and staged snapshots. Outlives runs and trainers.
 
-Owns: the life of a snapshot's local part (writing → staged → sealed → committed or dropped), the files that let a
-restarted agent finish it, and the queue of uploads: one at a time, oldest first. Does not own: deciding (the coordinator),
-sessions (`run_link`). Invariant: a slot is freed only when its step was aborted, when its timeline was resolved without it, or
-when a committed one is needed for a newer step; never while its bytes are being read.
+Owns: the life of a snapshot's local part (writing, staged, sealed, committed or dropped), and the files that let a restarted
+agent finish it. Does not own: uploads (`upload_queue`), deciding (the coordinator), sessions (`run_link`). Invariant: a slot is
+freed only when its step was aborted, when its timeline was resolved without it, or when a committed one is needed for a newer
+step; never while its bytes are being read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 
 import blake3
 
-from ckptd.daemon import index, keys, rpc
 from ckptd.daemon.arena import Arena
-from ckptd.daemon.chunks import StreamLayout, stream_layout
-from ckptd.daemon.errors import DaemonError, FormatError, make_error
+from ckptd.daemon.chunks import stream_layout
+from ckptd.daemon.errors import DaemonError, FormatError
 from ckptd.daemon.fetcher import Fetcher
 from ckptd.daemon.slots import SlotFile, SlotHeader, SlotPool, SlotState
+from ckptd.daemon.snapshots import RankPlan, Snapshot, Stage
 from ckptd.daemon.telemetry import EventLog
-from ckptd.daemon.uploader import NodeSnapshot, RankSnapshot, Uploader
+from ckptd.daemon.upload_queue import UploadQueue
+from ckptd.daemon.uploader import Uploader
 from ckptd.protos import error_pb2
-from ckptd.protos.coordinator_pb2 import Held
-from ckptd.protos.error_pb2 import Error
-from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot, IndexRef, RankSection
+from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
 from ckptd.storage_backends.base import ObjectStore
-from ckptd.storage_backends.errors import StorageError, is_retryable
-
-UPLOAD_RETRY_S = (1.0, 15.0)
-"""Pauses between tries of an upload that failed for a passing reason: first and longest. It ends with the step's abort."""
-
 
 PLANS_KEPT = 4
 """Plans of a rank that are remembered beside those in use: a layout may come back."""
-
-
-class Stage(Enum):
-    """Where the node's part of a snapshot stands."""
-
-    WRITING = "writing"
-    STAGED = "staged"
-    SEALED = "sealed"
-    COMMITTED = "committed"
-
-
-@dataclass(kw_only=True, slots=True)
-class RankPlan:
-    """How one rank's slot is laid out under one plan."""
-
-    held: HeldPlan
-    layout: StreamLayout
-
-
-@dataclass(kw_only=True, slots=True)
-class Snapshot:
-    """The node's part of one step."""
-
-    about: HeldSnapshot
-    plans: dict[int, RankPlan]
-    slots: dict[int, SlotFile] = field(default_factory=dict)
-    staged: set[int] = field(default_factory=set)
-    stage: Stage = Stage.WRITING
-    index: IndexRef | None = None
-    failed: Error | None = None
-    cancel: threading.Event = field(default_factory=threading.Event)
-    readers: int = 0
-    resumed: bool = False
-    dropped: bool = False
-
-    @property
-    def key(self) -> tuple[str, int]:
-        """Timeline and step."""
-        return self.about.timeline, self.about.step
-
-    def wire(self) -> Held:
-        """Return what the coordinator is told."""
-        held = Held(timeline=self.about.timeline, step=self.about.step, ranks=sorted(self.staged))
-        if self.index is not None:
-            held.index.CopyFrom(self.index)
-        if self.failed is not None:
-            held.failed.CopyFrom(self.failed)
-        return held
 
 
 class HeldJob:
@@ -109,21 +52,25 @@ class HeldJob:
         self.root = root
         self.job = job
         self.store = store
-        self.uploader = uploader
         self.fetcher = Fetcher(store, events=log)
         self._node = node
         self._folder = shm_dir
         self._threads = threads
         self._log = log
-        self._on_change = on_change
         self.pool = SlotPool(shm_dir, job_digest(root, job))
         self.arena = Arena(shm_dir, job_digest(root, job))
         self.snapshots: dict[tuple[str, int], Snapshot] = {}
         self._plans: dict[tuple[int, bytes], RankPlan] = {}
-        self._bases: dict[str, dict[int, RankSection]] = {}
-        self._queue: asyncio.Queue[Snapshot] = asyncio.Queue()
-        self._uploading: Snapshot | None = None
-        self._worker: asyncio.Task[None] | None = None
+        self.uploads = UploadQueue(
+            node=node,
+            job=job,
+            store=store,
+            uploader=uploader,
+            threads=threads,
+            log=log,
+            on_change=on_change,
+            on_idle=self._release,
+        )
         self._slots_changing = asyncio.Lock()
 
     # ------------------------------------------------------------ plans
@@ -258,7 +205,7 @@ class HeldJob:
         snapshot.staged.add(rank)
         if snapshot.staged == set(snapshot.about.ranks):
             snapshot.stage = Stage.STAGED
-            self._enqueue(snapshot)
+            self.uploads.add(snapshot)
 
     def drop(self, snapshot: Snapshot) -> None:
         """Give a snapshot's slots up: it does not count, or its memory is needed. Running reads and uploads end first."""
@@ -267,7 +214,7 @@ class HeldJob:
         self._release(snapshot)
 
     def _release(self, snapshot: Snapshot) -> None:
-        if not snapshot.dropped or snapshot.readers or self._uploading is snapshot:
+        if not snapshot.dropped or snapshot.readers or self.uploads.is_reading(snapshot):
             return
         if self.snapshots.get(snapshot.key) is snapshot:
             del self.snapshots[snapshot.key]
@@ -315,7 +262,7 @@ class HeldJob:
                 node=self._node,
             )
             if snapshot.stage is Stage.STAGED:
-                self._enqueue(snapshot)
+                self.uploads.add(snapshot)
         return adopted
 
     def _readopt(self, key: tuple[str, int], slots: dict[int, SlotFile]) -> Snapshot | None:
@@ -338,108 +285,6 @@ class HeldJob:
         """The digest that names this job's files."""
         return job_digest(self.root, self.job)
 
-    # ------------------------------------------------------------ uploads
-
-    def _enqueue(self, snapshot: Snapshot) -> None:
-        self._queue.put_nowait(snapshot)
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.get_running_loop().create_task(self._upload_all())
-
-    @property
-    def is_uploading(self) -> bool:
-        """Whether an upload runs or waits."""
-        return self._uploading is not None or not self._queue.empty()
-
-    async def _upload_all(self) -> None:
-        while not self._queue.empty():
-            snapshot = self._queue.get_nowait()
-            if snapshot.cancel.is_set() or snapshot.dropped:
-                continue
-            self._uploading = snapshot
-            try:
-                await self._upload(snapshot)
-            finally:
-                self._uploading = None
-                self._release(snapshot)
-
-    async def _upload(self, snapshot: Snapshot) -> None:
-        """Upload until it is sealed, fails for good, or is given up. Repeating is safe: all names follow from the bytes."""
-        loop = asyncio.get_running_loop()
-        pause = UPLOAD_RETRY_S[0]
-        while not snapshot.cancel.is_set():
-            try:
-                snapshot.index = await loop.run_in_executor(self._threads, self._upload_once, snapshot)
-            except Exception as failure:
-                if snapshot.cancel.is_set():
-                    return
-                about = snapshot.about
-                self._log.emit(
-                    "upload_failed",
-                    job=self.job,
-                    timeline=about.timeline,
-                    step=about.step,
-                    node=self._node,
-                    error=str(failure),
-                )
-                if is_retryable(failure):
-                    await loop.run_in_executor(self._threads, snapshot.cancel.wait, pause)
-                    pause = min(2 * pause, UPLOAD_RETRY_S[1])
-                    continue
-                snapshot.failed = wire_error(failure, phase="upload", step=about.step, node=self._node)
-            else:
-                snapshot.stage = Stage.SEALED
-            self._on_change(snapshot)
-            return
-
-    def _upload_once(self, snapshot: Snapshot) -> IndexRef:
-        about = snapshot.about
-        return self.uploader.upload(
-            NodeSnapshot(
-                step=about.step,
-                timeline=keys.Timeline.parse(about.timeline),
-                node=self._node,
-                mesh=about.mesh,
-                world=about.world,
-                plan_digest=about.plan_digest,
-                base=about.base if about.HasField("base") else None,
-                base_sections=self._base_sections(about),
-                ranks={
-                    rank: RankSnapshot(
-                        slot=slot,
-                        rows=snapshot.plans[rank].held.rows,
-                        writer=list(snapshot.plans[rank].held.writer),
-                        aliases=snapshot.plans[rank].held.aliases,
-                        coordinate=list(snapshot.plans[rank].held.coordinate),
-                    )
-                    for rank, slot in snapshot.slots.items()
-                },
-            ),
-            cancel=snapshot.cancel,
-            resumed=snapshot.resumed,
-        )
-
-    def _base_sections(self, about: HeldSnapshot) -> dict[int, RankSection]:
-        """Return the base's sections of the node's ranks, from the indexes the coordinator named; cached for one base."""
-        if not about.HasField("base"):
-            return {}
-        wanted = set(about.ranks)
-        found: dict[int, RankSection] = {}
-        cached: dict[str, dict[int, RankSection]] = {}
-        own_first = sorted(about.base_indexes, key=lambda ref: ref.node != self._node)
-        for ref in own_first:
-            if wanted <= set(found):
-                break
-            sections = self._bases.get(ref.key)
-            if sections is None:
-                parsed = keys.parse_key(ref.key)
-                if not isinstance(parsed, keys.IndexKey):
-                    raise DaemonError.of(f"{ref.key} is no index", reason=error_pb2.REASON_CORRUPT, object=ref.key)
-                _, sections = index.read_index(self.store, parsed)
-            cached[ref.key] = sections
-            found.update({rank: section for rank, section in sections.items() if rank in wanted})
-        self._bases = cached
-        return found
-
     # ------------------------------------------------------------ outcomes
 
     def committed(self, snapshot: Snapshot) -> None:
@@ -450,8 +295,7 @@ class HeldJob:
         """Stop uploads; slots and files stay for the next agent."""
         for snapshot in self.snapshots.values():
             snapshot.cancel.set()
-        if self._worker is not None:
-            self._worker.cancel()
+        self.uploads.close()
 
     def forget(self) -> None:
         """Delete every slot and file of the job on this node."""
@@ -472,42 +316,6 @@ class HeldJob:
 def job_digest(root: str, job: str) -> str:
     """Return the hex digest that names a job's files on a node."""
     return blake3.blake3(f"{root}\0{job}".encode()).hexdigest()
-
-
-def wire_error(failure: BaseException, *, phase: str, step: int | None = None, node: str = "") -> Error:
-    """Return any failure as an `Error`, a store's with its key and hint."""
-    if isinstance(failure, StorageError):
-        return make_error(
-            storage_reason(failure),
-            str(failure).removesuffix(f" ({failure.hint})"),
-            hint=failure.hint or "",
-            step=step,
-            node=node,
-            object=failure.key or "",
-            phase=phase,
-        )
-    error = Error()
-    error.CopyFrom(rpc.error_of(failure))
-    error.phase = error.phase or phase
-    error.node = error.node or node
-    if step is not None and not error.HasField("step"):
-        error.step = step
-    return error
-
-
-def storage_reason(failure: StorageError) -> error_pb2.Reason.ValueType:
-    """Return the reason of a store's error."""
-    by_name = {
-        "NotFound": error_pb2.REASON_CORRUPT,
-        "InvalidUrl": error_pb2.REASON_INVALID_ROOT,
-        "BucketMissing": error_pb2.REASON_INVALID_ROOT,
-        "PermissionDenied": error_pb2.REASON_PERMISSION_DENIED,
-        "NoSpace": error_pb2.REASON_NO_SPACE,
-        "OutcomeUnknown": error_pb2.REASON_OUTCOME_UNKNOWN,
-        "Throttled": error_pb2.REASON_UNAVAILABLE,
-        "Unavailable": error_pb2.REASON_UNAVAILABLE,
-    }
-    return by_name.get(type(failure).__name__, error_pb2.REASON_STORE_FAILED)
 
 
 def _snapshot_name(digest: str, timeline: str, step: int) -> str:

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.daemon import restore_plan
 from ckptd.daemon.errors import DaemonError
-from ckptd.daemon.held import HeldJob, Snapshot, wire_error
+from ckptd.daemon.held import HeldJob
 from ckptd.daemon.restore_plan import NodePlan, Stored
 from ckptd.daemon.session import Session, answered
+from ckptd.daemon.snapshots import Snapshot
 from ckptd.daemon.telemetry import EventLog
+from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage

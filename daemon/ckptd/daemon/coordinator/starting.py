@@ -17,6 +17,7 @@ from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.log_view import LogView
 from ckptd.daemon.record_checks import FORMAT_VERSION
+from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.error_pb2 import Error
@@ -38,9 +39,8 @@ def start(state: State) -> Procedure:
     except DaemonError as wrong:
         refused = wrong.error
     except Exception as failure:  # the store: the run cannot start
-        refused = getattr(failure, "wire_error", None) or make_error(
-            error_pb2.REASON_STORE_FAILED, f"{state.lead.root} cannot be used: {failure}", phase="register"
-        )
+        refused = wire_error(failure, phase="register")
+        refused.object = refused.object or state.lead.root
     if refused is not None:
         refuse(state, refused)
         return
