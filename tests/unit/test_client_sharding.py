@@ -85,6 +85,14 @@ def test_s076_boxes_of_all_ranks_tile_the_tensor_for_any_mesh_and_placements(
     assert bool((counts == replicas).all())
 
 
+def test_neighbouring_pieces_are_one_box() -> None:
+    """FSDP2 over tensor parallelism, even: one box and one row, not one for each stride."""
+    boxes = boxes_of_placements((16, 3), (2, 4), (1, 2), (_StridedShard(0, split_factor=4), Shard(0)), (2, 3))
+    assert [(box.offset, box.length) for box in boxes] == [((10, 0), (2, 3))]
+    whole = boxes_of_placements((6,), (2,), (0,), (_StridedShard(0, split_factor=6),), (6,))
+    assert [(box.offset, box.length) for box in whole] == [((0,), (6,))]
+
+
 @settings(max_examples=200, deadline=None)
 @given(size=st.integers(1, 40), tp=st.integers(1, 4), dp=st.integers(1, 4), width=st.integers(1, 3))
 def test_uneven_fsdp_over_tp_is_read_in_the_order_it_was_made(size: int, tp: int, dp: int, width: int) -> None:
