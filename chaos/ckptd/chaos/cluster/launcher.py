@@ -49,6 +49,7 @@ class Torchrun:
     def __init__(self, folder: Path) -> None:
         self._port_file = folder / "rendezvous.port"
         self._log = folder / "rendezvous.log"
+        self._logs = folder / "torchrun"
         self._host: Leashed | None = None
 
     def start(self) -> None:
@@ -81,6 +82,8 @@ class Torchrun:
             # Short keep-alives: a torchrun that ends waits for its last one.
             *("--rdzv-conf", "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=30"),
             *("--local-addr", f"127.0.0.{_FIRST_ADDRESS + node}"),
+            # Its own choice is a temporary folder, which it leaves behind when it is killed.
+            *("--log-dir", str(self._logs)),
             *script,
         ]
 
