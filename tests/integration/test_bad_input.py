@@ -170,17 +170,16 @@ def test_a_missing_bucket_and_wrong_credentials_are_told_apart(agents: Agents, s
     node = agents.new(env=seaweed.env())
     wrong = agents.new(env={**seaweed.env(), "AWS_SECRET_ACCESS_KEY": SECRET})
     unknown = agents.new(env={**seaweed.env(), "AWS_ACCESS_KEY_ID": "AKNOBODY", "AWS_SECRET_ACCESS_KEY": SECRET})
-    for driver in ("obstore", "fsspec"):
+    for driver, agent in (("obstore", wrong), ("obstore", unknown), ("fsspec", wrong)):
         error = start_refused(rank_of(node, "s3://ckptd-nowhere/x", store_driver=driver))
         assert error.reason == error_pb2.REASON_INVALID_ROOT
         assert "ckptd-nowhere" in error.message
         assert "make the bucket first" in error.hint
-        for agent in (wrong, unknown):
-            error = start_refused(rank_of(agent, seaweed.url(f"bad/{driver}"), store_driver=driver))
-            assert (error.reason, error.object) == (error_pb2.REASON_PERMISSION_DENIED, seaweed.url(f"bad/{driver}"))
-            assert "credentials" in error.hint
-            assert SECRET not in str(error)
-            assert SECRET not in agent.events_path.read_text()
+        error = start_refused(rank_of(agent, seaweed.url(f"bad/{driver}"), store_driver=driver))
+        assert (error.reason, error.object) == (error_pb2.REASON_PERMISSION_DENIED, seaweed.url(f"bad/{driver}"))
+        assert "credentials" in error.hint
+        assert SECRET not in str(error)
+        assert SECRET not in agent.events_path.read_text()
     save_properly(node, seaweed.url("good"))
 
 
@@ -209,25 +208,39 @@ def test_any_printable_job_name_and_path_works(node: AgentProcess, tmp_path: Pat
 # ---------------------------------------------------------------- starts
 
 
-def test_an_attach_that_contradicts_itself_is_refused(node: AgentProcess, tmp_path: Path) -> None:
-    """Rank beyond the world, mesh of another size, coordinate outside it, no run: INVALID_ARGUMENT says which."""
-    changes: dict[str, dict[str, Any]] = {
-        "rank 2 is not in a world of 2": {"rank": 2},
-        "world of 0": {"world": 0},
-        "does not have 2 ranks": {"mesh": Mesh(axes=["dp"], sizes=[3])},
-        "coordinate [1, 0] does not fit": {"coordinate": [1, 0]},
-        "coordinate [2] does not fit": {"coordinate": [2]},
-        "run_id and endpoint": {"run_id": ""},
-    }
-    for words, change in changes.items():
-        rank = rank_of(node, f"file://{tmp_path}/root", rank=1, world=2)
-        rank.about.endpoint = "127.0.0.1:1"
-        for name in change:
+def test_a_start_that_contradicts_itself_is_refused(node: AgentProcess, tmp_path: Path) -> None:
+    """Rank beyond the world, mesh of another size, coordinate outside it, no run, no secrets: INVALID_ARGUMENT says which."""
+
+    def attach(rank: RawRank, change: dict[str, Any]) -> object:
+        for name in ("endpoint", *change):
             rank.about.ClearField(name)  # type: ignore[arg-type] # the stubs want literals
-        rank.about.MergeFrom(AttachRequest(**change))
-        error = refusal(lambda rank=rank: list(rank.stub.Attach(rank.about)))  # type: ignore[misc]
-        assert error.reason == error_pb2.REASON_INVALID_ARGUMENT
+        rank.about.MergeFrom(AttachRequest(**{"endpoint": "127.0.0.1:1", **change}))
+        return list(rank.stub.Attach(rank.about))
+
+    def lead(rank: RawRank, change: dict[str, Any]) -> object:
+        for name, value in change.items():
+            setattr(rank.credentials if name in {"token", "private_key"} else rank.about, name, value)
+        return rank.lead()
+
+    calls: list[tuple[str, Callable[[RawRank, dict[str, Any]], object], dict[str, Any]]] = [
+        ("rank 2 is not in a world of 2", attach, {"rank": 2}),
+        ("world of 0", attach, {"world": 0}),
+        ("does not have 2 ranks", attach, {"mesh": Mesh(axes=["dp"], sizes=[3])}),
+        ("coordinate [1, 0] does not fit", attach, {"coordinate": [1, 0]}),
+        ("coordinate [2] does not fit", attach, {"coordinate": [2]}),
+        ("must be set", attach, {"run_id": ""}),
+        ("world of 0", lead, {"world": 0}),
+        ("does not have 3 ranks", lead, {"world": 3}),
+        ("must be set", lead, {"run_id": ""}),
+        ("token", lead, {"token": b""}),
+        ("private_key", lead, {"private_key": b"nonsense"}),
+    ]
+    for words, call, change in calls:
+        rank = rank_of(node, f"file://{tmp_path}/root", rank=1, world=2)
+        error = refusal(lambda call=call, rank=rank, change=change: call(rank, change))  # type: ignore[misc]
+        assert error.reason == error_pb2.REASON_INVALID_ARGUMENT, error
         assert words in error.message
+    assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.parametrize("how", ["missing", "other mesh"])

@@ -23,8 +23,8 @@ from ckptd.protos.snapshot_pb2 import ShardTable
 
 pytestmark = pytest.mark.integration
 
-BEGIN_S = 2.0
-SOON_S = 8.0
+BEGIN_S = 3.0
+SOON_S = 12.0
 RANKS = 3
 
 

@@ -15,12 +15,12 @@ import os
 import secrets
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from operator import ge
 from pathlib import Path
 
 from ckptd.daemon.config import AgentConfig
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob, job_digest
+from ckptd.daemon.request_checks import check_attach, check_job_name, check_lead, checked_driver
 from ckptd.daemon.run_link import RunLink
 from ckptd.daemon.runner import CoordinatorRunner
 from ckptd.daemon.session import Session
@@ -37,9 +37,8 @@ from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import StorageError
 from ckptd.storage_backends.probe import probe
 from ckptd.storage_backends.retrying import RetryPolicy
-from ckptd.storage_backends.urls import Driver, open_store, redacted
+from ckptd.storage_backends.urls import open_store, redacted
 
-MAX_JOB_NAME = 128
 PROBE_RETRY = RetryPolicy(attempts=3, deadline=dt.timedelta(seconds=20))
 """A store that is away when a run starts should be said so soon."""
 
@@ -162,8 +161,9 @@ class Agent:
         """Play the coordinator of a run; returns its endpoint. Idempotent per run.
 
         Raises:
-            DaemonError: the root cannot be used, or no port can be had.
+            DaemonError: the request makes no sense, the root cannot be used, or no port can be had.
         """
+        check_lead(request)
         held = await self.job(request.root, request.job, request.options.store_driver)
         known = self.coordinators.get(request.run_id)
         if known is not None:
@@ -333,61 +333,6 @@ class Agent:
 
 async def _stopped(runner: CoordinatorRunner) -> None:
     await runner.stop()
-
-
-def checked_driver(driver: str) -> Driver:
-    """Return a store driver's name.
-
-    Raises:
-        DaemonError: INVALID_ARGUMENT, it is none.
-    """
-    names: dict[str, Driver] = {"auto": "auto", "obstore": "obstore", "fsspec": "fsspec"}
-    if driver in names:
-        return names[driver]
-    raise DaemonError.of(
-        f"store driver {driver!r} is not one of auto, obstore, fsspec",
-        reason=error_pb2.REASON_INVALID_ARGUMENT,
-        phase="register",
-    )
-
-
-def check_job_name(job: str) -> None:
-    """Refuse a job name that cannot be shown or compared safely.
-
-    Raises:
-        DaemonError: INVALID_ARGUMENT with the allowed set.
-    """
-    if not job or len(job) > MAX_JOB_NAME or job in {".", ".."} or not job.isprintable() or job != job.strip():
-        raise DaemonError.of(
-            f"job name {job!r} is not usable",
-            reason=error_pb2.REASON_INVALID_ARGUMENT,
-            hint=f"1 to {MAX_JOB_NAME} printable characters, no blanks at either end, not '.' or '..'",
-            phase="register",
-        )
-
-
-def check_attach(request: AttachRequest) -> None:
-    """Refuse an attach that contradicts itself.
-
-    Raises:
-        DaemonError: INVALID_ARGUMENT.
-    """
-    size = 1
-    for axis in request.mesh.sizes:
-        size *= axis
-    wrong = ""
-    if not request.run_id or not request.endpoint:
-        wrong = "run_id and endpoint must be set"
-    elif request.world < 1 or request.rank >= request.world:
-        wrong = f"rank {request.rank} is not in a world of {request.world}"
-    elif request.mesh.sizes and size != request.world:
-        wrong = (
-            f"mesh {dict(zip(request.mesh.axes, request.mesh.sizes, strict=False))} does not have {request.world} ranks"
-        )
-    elif len(request.coordinate) != len(request.mesh.sizes) or any(map(ge, request.coordinate, request.mesh.sizes)):
-        wrong = f"coordinate {list(request.coordinate)} does not fit the mesh {list(request.mesh.sizes)}"
-    if wrong:
-        raise DaemonError.of(wrong, reason=error_pb2.REASON_INVALID_ARGUMENT, rank=request.rank, phase="register")
 
 
 def _read_port(path: Path) -> int | None:
