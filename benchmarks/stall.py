@@ -134,6 +134,11 @@ def measure(args: argparse.Namespace, folder: Path, shm: Path) -> dict[str, obje
         else:
             before = anonymous_mib()
     gained = anonymous_mib() - before
+    restores = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        checkpointer.restore()
+        restores.append(time.perf_counter() - begin)
     checkpointer.close()
     room.close()
     return {
@@ -148,6 +153,7 @@ def measure(args: argparse.Namespace, folder: Path, shm: Path) -> dict[str, obje
         "save_s_max": round(max(saves), 5),
         "stall_over_memcpy": round(statistics.median(saves) / statistics.median(copies), 3),
         "stall_over_memcpy_pairs": round(statistics.median(a / b for a, b in zip(saves, copies, strict=True)), 3),
+        "restore_from_memory_s": round(statistics.median(restores), 5),
         "gained_mib": round(gained, 1),
         "cpus": len(os.sched_getaffinity(0)),
     }

@@ -81,8 +81,10 @@ class Box:
         return pid
 
     def close(self) -> None:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            os.kill(self.agent, signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError, psutil.NoSuchProcess):
+            agent = psutil.Process(self.agent)
+            agent.kill()
+            agent.wait(10)
         shutil.rmtree(self.shm, ignore_errors=True)
 
 
