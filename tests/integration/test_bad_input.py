@@ -87,6 +87,7 @@ def save_properly(node: AgentProcess, root: str, *, job: str = "job") -> None:
     ("root", "words"),
     [
         ("", "is no URL"),
+        ("memory://x", "ends with the agent's process"),
         ("sfx://bucket/x", "unknown scheme 'sfx://'"),
         ("relative/folder", "is a relative path"),
         ("file://host/folder", "names a host"),

@@ -176,11 +176,15 @@ def test_an_agent_that_is_killed_and_comes_back_is_used_again(agents: Agents, tr
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def left_since(before: set[int]) -> list[psutil.Process]:
+    """Return children of this process that were not there before."""
+    return [child for child in psutil.Process().children() if child.pid not in before]
+
+
 def test_s113_forked_workers_and_subprocesses_do_not_disturb_saves(agents: Agents, tmp_path: Path) -> None:
     """DataLoaders that fork and subprocesses while saves are in flight: all commit, all children end."""
     agent = agents.new()
-    assert agent.process is not None
-    own = agent.process.pid
+    before = {child.pid for child in psutil.Process().children()}
     data = TensorDataset(torch.arange(32.0).reshape(32, 1))
     with Checkpointer(f"file://{tmp_path}", job="job", socket=agent.socket, wait_when_busy=True) as checkpointer:
         checkpointer.track(model=nn.Linear(300, 300))
@@ -193,9 +197,9 @@ def test_s113_forked_workers_and_subprocesses_do_not_disturb_saves(agents: Agent
         for handle in handles:
             handle.wait(timeout=60)
     deadline = time.monotonic() + 10
-    while [child for child in psutil.Process().children() if child.pid != own] and time.monotonic() < deadline:
+    while left_since(before) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [child for child in psutil.Process().children() if child.pid != own]
+    assert not left_since(before)
 
 
 @pytest.mark.parametrize(

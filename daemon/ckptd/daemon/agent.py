@@ -138,6 +138,14 @@ class Agent:
         return store
 
     def _check_root(self, root: str) -> None:
+        if root.startswith("memory:"):
+            raise DaemonError.of(
+                f"root {root} ends with the agent's process",
+                reason=error_pb2.REASON_INVALID_ROOT,
+                hint="a step in it would be called durable and is not: use file:///abs/path or s3://bucket/prefix",
+                object=root,
+                phase="register",
+            )
         allowed = self.config.roots
         if allowed and not any(root == one or root.startswith(one.rstrip("/") + "/") for one in allowed):
             raise DaemonError.of(

@@ -93,8 +93,11 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
         await self._server.start()
         self.port = bound
         self.endpoint = rpc.endpoint_of(advertise_host, bound)
+        shown = LeadRequest()
+        shown.CopyFrom(self.lead)
+        shown.root = self._store.url  # it goes into messages: without a password
         self._coordinator = Coordinator(
-            self.lead,
+            shown,
             incarnation=secrets.token_hex(8),
             endpoint=self.endpoint,
             certificate_sha256=rpc.certificate_sha256(self.lead.credentials.certificate),
