@@ -12,7 +12,7 @@ from ckptd.daemon.catalog import Catalog, CatalogStep, StepState, ranges_text, r
 from ckptd.daemon.cli.exit_codes import ExitCode
 from ckptd.daemon.cli.root import Driver, Json, Root, Step, note, opened, print_json, print_table, size_text
 from ckptd.daemon.log_reader import read_committed
-from ckptd.daemon.stored_step import StoredStep, read_stored_step
+from ckptd.daemon.stored_step import StoredStep, dropped_or_corrupt, read_stored_step
 from ckptd.daemon.tensors import StoredTensor, TensorKey, stored_tensors
 from ckptd.protos.snapshot_pb2 import SCOPE_PER_RANK, Committed
 
@@ -39,8 +39,9 @@ def show(
     bytes are read. Exits with 3 when the step is not committed, 4 when it is quarantined, 5 when there is none.
     """
     if tensors:
-        with opened(root, driver) as store:
-            _show_tensors(root, read_stored_step(store, step), json=json)
+        with opened(root, driver) as store, dropped_or_corrupt(store, step):
+            stored = read_stored_step(store, step)
+        _show_tensors(root, stored, json=json)
         return
     with opened(root, driver) as store:
         catalog = read_catalog(store)
