@@ -53,7 +53,7 @@ class ValueDiff:
 
 
 def value_diff(dtype: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> ValueDiff:
-    """Compare two arrays of opaque items (numpy's void) of one shape and size.
+    """Compare two arrays of one shape, of items that are nothing but bits.
 
     Args:
         dtype: Torch's name without "torch.".
@@ -61,8 +61,10 @@ def value_diff(dtype: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> ValueDif
         b: The same.
     """
     bits_a, bits_b = _bits(a), _bits(b)
-    differs = (bits_a != bits_b).any(axis=1)
-    count = int(differs.sum())
+    differs = bits_a != bits_b
+    if differs.ndim > 1:
+        differs = differs.any(axis=1)
+    count = int(np.count_nonzero(differs))
     has_numbers = dtype == _BFLOAT16 or dtype in _NUMPY
     if not has_numbers:
         return ValueDiff(elements=a.size, different=count)
@@ -74,11 +76,14 @@ def value_diff(dtype: str, a: npt.NDArray[Any], b: npt.NDArray[Any]) -> ValueDif
     return ValueDiff(elements=a.size, different=count, max_abs=max_abs, max_rel=max_rel, nan_on_one_side=nans)
 
 
-def _bits(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).reshape(array.size, array.dtype.itemsize)
+def _bits(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return one unsigned word an element, or a row of bytes where numpy has no word of that size."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    size = array.dtype.itemsize
+    return flat.view(f"<u{size}") if size in {1, 2, 4, 8} else flat.view(np.uint8).reshape(array.size, size)
 
 
-def _numbers(dtype: str, bits: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+def _numbers(dtype: str, bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     plain = np.ascontiguousarray(bits).reshape(-1)
     if dtype == _BFLOAT16:
         # The upper half of a float32.
