@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptd.protos import error_pb2
 
+from .audit import Audit, Auditor
 from .config import Config, Settings, resolve
 from .copying import Copier
 from .errors import CkptdError, InvalidRequest
@@ -86,6 +87,13 @@ class Checkpointer:
         self._copier = Copier(self._config.copy_threads)
         self._link = Link(self._config, self._topology, self._ledger)
         self._busy = threading.Lock()
+        self._auditor = Auditor(
+            mode=self._config.audit,
+            things=self._tracking.given,
+            scope_of=self._tracking.scope_of,
+            world=self._topology.world,
+            rank=self._topology.rank,
+        )
         self._saver = Saver(
             config=self._config,
             topology=self._topology,
@@ -94,6 +102,7 @@ class Checkpointer:
             tracking=self._tracking,
             copier=self._copier,
             journal=self._journal,
+            auditor=self._auditor,
         )
         self._restorer = Restorer(
             config=self._config,
@@ -132,7 +141,7 @@ class Checkpointer:
         "rng".
 
         Args:
-            **things: Modules, lists of modules with disjoint names, optimizers, objects with `state_dict()` and
+            **things: Modules, lists of modules with disjoint names, optimizers, generators, objects with `state_dict()` and
                 `load_state_dict()`, or `PerRank` of one of them.
 
         Raises:
@@ -148,6 +157,15 @@ class Checkpointer:
         """
         loaded: Hook = hook
         self._tracking.on_load(name, loaded)
+
+    def audit(self, state: Mapping[str, Any] | None = None) -> Audit:
+        """Look for what `save(step, state)` would miss. Nothing is changed or sent.
+
+        The first `save` does the same by itself and warns of findings, or raises; see the setting `audit`. `state_dict()`
+        of tracked objects may be called.
+        """
+        self._link.check()
+        return self._auditor.audit(state)
 
     def save(
         self,

@@ -20,6 +20,7 @@ from ckptd.protos.snapshot_pb2 import Value
 
 from . import rng
 from .errors import CkptdError, InvalidRequest, SnapshotCorrupt
+from .generators import Generator, TrackedGenerator
 from .modules import TrackedModule
 from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizers import Names, TrackedOptimizer, parameter_names
@@ -30,7 +31,7 @@ from .targets import Stored, Targets
 from .tree import component
 from .values import decode
 
-Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | PerRank
+Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | Generator | PerRank
 """What `track` takes."""
 
 _Other: TypeAlias = TrackedStateful | TrackedValue | TrackedRng
@@ -73,10 +74,14 @@ class _Things:
             self.modules.append(TrackedModule(name, thing, per_rank=per_rank))
         elif isinstance(thing, Optimizer):
             self.optimizers.append(TrackedOptimizer(name, thing, per_rank=per_rank))
+        elif isinstance(thing, Generator):
+            self.others.append(TrackedGenerator(name, thing))
         elif isinstance(thing, Stateful) and not isinstance(thing, type | Sharded):
             self.others.append(TrackedStateful(name, thing, per_rank=per_rank))
         else:
             return False
+        # Stable: generators come last, since loading the others may draw from them.
+        self.others.sort(key=lambda other: isinstance(other, TrackedGenerator))
         return True
 
     def with_state(self, state: MutableMapping[str, Any] | None, taken: set[str]) -> _Things:
@@ -116,6 +121,7 @@ class Tracking:
         self._things = _Things()
         self._collector = Collector(per_rank)
         self._taken: set[str] = set()
+        self._given: dict[str, object] = {}
         self._hooks: dict[str, Hook] = {}
         self._rng = TrackedRng()
 
@@ -129,11 +135,20 @@ class Tracking:
         if not self._things.add(quoted, thing):
             raise InvalidRequest(
                 f"{name}: a {type(thing).__qualname__} cannot be tracked",
-                hint="track a module, a list of modules, an optimizer, or an object with state_dict() and "
+                hint="track a module, a list of modules, an optimizer, a generator, or an object with state_dict() and "
                 "load_state_dict(); pass plain values to save(step, state) and restore_into(state)",
                 key=name,
             )
         self._taken.add(quoted)
+        self._given[quoted] = thing
+
+    def given(self, state: Mapping[str, Any] | None) -> dict[str, object]:
+        """Return what is tracked, and the values of a state that the caller keeps, by name."""
+        return {**self._given, **{component(key): value for key, value in (state or {}).items()}}
+
+    def scope_of(self, name: str, leaf: object, default: int) -> int:
+        """Return the scope of a tensor, see `Collector.scope_of`."""
+        return self._collector.scope_of(name, leaf, default)
 
     def on_load(self, name: str, hook: Hook) -> None:
         """Let `hook` change the stored value of `name` before it is loaded."""
