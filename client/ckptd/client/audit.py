@@ -7,13 +7,10 @@ generator, and its own failure never stops a save that was only to be warned of.
 from __future__ import annotations
 
 import logging
-import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,11 +21,11 @@ from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL
 
 from .config import AuditMode
 from .errors import InvalidRequest
-from .generators import Generator, state_of
 from .nested import Stateful
 from .reachable import reachable
 from .sharding import PerRank
 from .tree import component
+from .unsaved_generators import unsaved_generators
 
 log = logging.getLogger("ckptd.client")
 
@@ -131,7 +128,11 @@ def audit(things: Mapping[str, object], *, scope_of: ScopeOf, world: int) -> Aud
         for root in held:
             found += _module(name, root, tracked)
     found += _parameters(modules, optimizers)
-    found += _generators(bare, tracked)
+    found += (
+        ("untracked_generator", path)
+        for name, thing in bare.items()
+        for path in unsaved_generators(name, thing, tracked)
+    )
     for name, thing in bare.items():
         bound = getattr(thing, "__dict__", {}).get("optimizer")
         if isinstance(bound, Optimizer) and id(bound) not in tracked:
@@ -222,87 +223,6 @@ def _parameters(
                 if id(parameter) not in named:
                     yield "untracked_parameter", f"{name}/#{position}"
                 position += 1
-
-
-def _generators(things: Mapping[str, object], tracked: set[int]) -> Iterator[tuple[str, str]]:
-    known = tracked | {id(one) for one in _of_the_process()}
-    for name, thing in things.items():
-        inner: list[tuple[str, Generator]] = [
-            (path, value)
-            for path, value in reachable(name, thing)
-            if isinstance(value, torch.Generator | np.random.Generator | random.Random) and id(value) not in known
-        ]
-        if inner:
-            states = _states(thing)
-            forms = Counter(filter(None, map(_form, states)))
-            for form, held in Counter(_form(state_of(generator)) for _, generator in inner).items():
-                if forms[form] < held:
-                    yield from (
-                        ("untracked_generator", path)
-                        for path, generator in inner
-                        if _form(state_of(generator)) == form
-                        and not any(_same(state_of(generator), state) for state in states)
-                    )
-
-
-def _of_the_process() -> list[object]:
-    devices = torch.cuda.default_generators if torch.cuda.is_available() else ()
-    inst = random.getrandbits.__self__  # type: ignore[attr-defined] # the generator behind the module's functions
-    return [torch.default_generator, inst, *devices]
-
-
-def _states(thing: object) -> list[object]:
-    """Return all values in the thing's `state_dict()`, in which states of its generators may be."""
-    if isinstance(thing, nn.Module | Optimizer) or not isinstance(thing, Stateful):
-        return []
-    found: list[object] = []
-    left: list[object] = [thing.state_dict()]
-    while left and len(found) < _MOST_STATES:
-        value = left.pop()
-        found.append(value)
-        if isinstance(value, dict):
-            left += value.values()
-        elif isinstance(value, list | tuple) and len(value) < _SHORT:
-            left += value
-    return found
-
-
-_MOST_STATES, _SHORT = 10_000, 256
-
-
-def _plain(stored: object) -> object:
-    """Return a stored value in the form that `state_of` gives."""
-    if isinstance(stored, torch.Tensor):
-        is_state = stored.dtype == torch.uint8 and stored.ndim == 1 and stored.device.type == "cpu"
-        return stored.numpy().tobytes() if is_state else None
-    return stored
-
-
-def _form(value: object) -> str:
-    """Return what states of generators of one kind have in common; "" for what is none.
-
-    Some loaders save the state a generator had when the epoch began, and draw again: it is a state all the same.
-    """
-    plain = _plain(value)
-    if isinstance(plain, bytes):
-        return f"bytes {len(plain)}" if len(plain) >= _SMALLEST_TORCH_STATE else ""
-    if isinstance(plain, dict):
-        return f"numpy {plain['bit_generator']}" if isinstance(plain.get("bit_generator"), str) else ""
-    is_python = (
-        isinstance(plain, tuple | list) and len(plain) == len(random.getstate()) and plain[0] == random.getstate()[0]
-    )
-    return "python" if is_python else ""
-
-
-_SMALLEST_TORCH_STATE = 16
-"""Bytes of a CUDA generator's state: seed and offset. A CPU generator's has 5056."""
-
-
-def _same(state: Any, stored: object) -> bool:
-    stored = _plain(stored)
-    if isinstance(state, dict):
-        return isinstance(stored, dict) and repr(state) == repr(stored)
-    return type(stored) is type(state) and bool(stored == state)
 
 
 class Auditor:
