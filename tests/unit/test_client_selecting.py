@@ -402,3 +402,15 @@ def test_part_name_and_dtype_at_once(make: Make) -> None:
     assert torch.equal(other.get_parameter("0.weight"), module.get_parameter("inner.0.weight").to(torch.bfloat16))
     assert torch.equal(other.get_parameter("1.weight"), before)
     assert "model/1.weight" in restored.left_out
+
+
+def test_s083_state_that_is_no_tensor_follows_its_parameter_too(make: Make) -> None:
+    """Numbers that an optimizer keeps beside its moments stand in the object, under the parameter's name."""
+    module, optimizer = trained(1, Wrapped)
+    for number, parameter in enumerate(module.parameters()):
+        optimizer.state[parameter]["seen"] = number
+    saved(make, model=module, optimizer=optimizer)
+    other = net(2)
+    other_optimizer = adam(other)
+    tracking(make, model=other, optimizer=other_optimizer).restore(names={"model/inner.": "model/"})
+    assert [other_optimizer.state[one]["seen"] for one in other.parameters()] == list(range(6))
