@@ -11,7 +11,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
@@ -20,17 +20,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptd.protos import error_pb2
 
+from .audit import Audit, Auditor
 from .config import Config, Settings, resolve
 from .copying import Copier
 from .errors import CkptdError, InvalidRequest
 from .handles import Ledger, SaveHandle
 from .journal import Journal
 from .link import Link
+from .mapping import Names
 from .mesh import topology
 from .nested import Hook
 from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver
+from .selecting import Choice, choice
 from .tracking import Trackable, Tracking
 
 log = logging.getLogger("ckptd.client")
@@ -84,6 +87,13 @@ class Checkpointer:
         self._copier = Copier(self._config.copy_threads)
         self._link = Link(self._config, self._topology, self._ledger)
         self._busy = threading.Lock()
+        self._auditor = Auditor(
+            mode=self._config.audit,
+            things=self._tracking.given,
+            scope_of=self._tracking.scope_of,
+            world=self._topology.world,
+            rank=self._topology.rank,
+        )
         self._saver = Saver(
             config=self._config,
             topology=self._topology,
@@ -92,6 +102,7 @@ class Checkpointer:
             tracking=self._tracking,
             copier=self._copier,
             journal=self._journal,
+            auditor=self._auditor,
         )
         self._restorer = Restorer(
             config=self._config,
@@ -130,7 +141,7 @@ class Checkpointer:
         "rng".
 
         Args:
-            **things: Modules, lists of modules with disjoint names, optimizers, objects with `state_dict()` and
+            **things: Modules, lists of modules with disjoint names, optimizers, generators, objects with `state_dict()` and
                 `load_state_dict()`, or `PerRank` of one of them.
 
         Raises:
@@ -146,6 +157,15 @@ class Checkpointer:
         """
         loaded: Hook = hook
         self._tracking.on_load(name, loaded)
+
+    def audit(self, state: Mapping[str, Any] | None = None) -> Audit:
+        """Look for what `save(step, state)` would miss. Nothing is changed or sent.
+
+        The first `save` does the same by itself and warns of findings, or raises; see the setting `audit`. `state_dict()`
+        of tracked objects may be called.
+        """
+        self._link.check()
+        return self._auditor.audit(state)
 
     def save(
         self,
@@ -197,6 +217,9 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"] = "fallback",
         strict: bool = True,
         rollback: bool = False,
+        only: str | Iterable[str] | None = None,
+        names: Names | None = None,
+        cast: bool = False,
         timeout: float | None = None,
     ) -> Restored | None:
         """Restore everything tracked, in place. Every rank must call it with the same arguments.
@@ -212,6 +235,11 @@ class Checkpointer:
                 always raises.
             strict: Whether every tracked name must be stored, and every stored one tracked.
             rollback: Whether `step` may be older than the newest: history then drops what is newer.
+            only: Names, beginnings of names or `fnmatch` patterns of what to restore, e.g. ``["model"]``; the rest is not
+                touched and stands in `Restored.left_out`. Of modules single tensors, everything else whole.
+            names: Stored names to names here, where they differ: old beginnings to new ones, e.g.
+                ``{"model/module.": "model/"}``, or a function. Optimizer state follows its parameter.
+            cast: Whether to convert between floating dtypes where they differ.
             timeout: Seconds; default: restore_timeout_s.
 
         Returns:
@@ -224,7 +252,8 @@ class Checkpointer:
             Unavailable: the store or an agent cannot be reached in time.
             Fenced: a newer run has taken over.
         """
-        return self._restore(None, step, required, on_corrupt, strict, rollback, timeout)
+        chosen = choice(only, names, cast=cast)
+        return self._restore(None, step, required, on_corrupt, strict, rollback, chosen, timeout)
 
     def restore_into(
         self,
@@ -235,13 +264,17 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"] = "fallback",
         strict: bool = True,
         rollback: bool = False,
+        only: str | Iterable[str] | None = None,
+        names: Names | None = None,
+        cast: bool = False,
         timeout: float | None = None,
     ) -> Restored | None:
         """Restore everything tracked, and what was saved as `state`; see `restore`.
 
         Tensors in `state` that fit are filled in place; everything else in it is replaced by what was stored.
         """
-        return self._restore(state, step, required, on_corrupt, strict, rollback, timeout)
+        chosen = choice(only, names, cast=cast)
+        return self._restore(state, step, required, on_corrupt, strict, rollback, chosen, timeout)
 
     def _restore(  # noqa: PLR0917 - private: both callers pass everything on
         self,
@@ -251,6 +284,7 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"],
         strict: bool,
         rollback: bool,
+        chosen: Choice,
         timeout: float | None,
     ) -> Restored | None:
         if on_corrupt not in ("fallback", "raise"):
@@ -262,6 +296,7 @@ class Checkpointer:
             on_corrupt=on_corrupt,
             strict=strict,
             rollback=rollback,
+            chosen=chosen,
             timeout_s=self._config.restore_timeout_s if limit is None else min(limit, self._config.restore_timeout_s),
         )
         with self._alone("restore"):

@@ -68,6 +68,14 @@ class TrackedOptimizer:
                     yield number, parameter, name, SCOPE_PER_RANK if self._per_rank else found.scope
                 position += 1
 
+    def tensor_names(self, names: Names) -> dict[str, str]:
+        """Return the names of the parameters' own tensors, and what their state is called here."""
+        return {
+            f"{names[id(parameter)].tracked}/{component(names[id(parameter)].name)}": name
+            for _, parameter, name, _ in self._parameters(names)
+            if id(parameter) in names
+        }
+
     def _state_name(self, parameter: str, key: str) -> str:
         return f"{self.name}/state/{component(parameter)}/{component(key)}"
 

@@ -134,7 +134,7 @@ class Restorer:
         attachment, question, deadline = asked.attachment, asked.question, asked.deadline
         try:
             self._check_mesh(found)
-            restoring = self._tracking.restoring(stored, asked.state)
+            restoring = self._tracking.restoring(stored, asked.state, question.chosen)
             missing, unexpected = restoring.targets.check(strict=question.strict, step=found.step)
         except CkptdError as error:
             self._refuse(attachment, found.attempt, error)
@@ -169,6 +169,7 @@ class Restorer:
             ),
             missing=missing,
             unexpected=unexpected,
+            left_out=restoring.targets.left_out(),
             bytes_by_tier=fetched.bytes_by_tier,
         )
 

@@ -20,16 +20,18 @@ from ckptd.protos.snapshot_pb2 import Value
 
 from . import rng
 from .errors import CkptdError, InvalidRequest, SnapshotCorrupt
+from .generators import Generator, TrackedGenerator
 from .modules import TrackedModule
 from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizers import Names, TrackedOptimizer, parameter_names
+from .selecting import EVERYTHING, Choice, ChosenTargets
 from .sharding import PerRank, Sharded
 from .state import Collected, Collector
 from .targets import Stored, Targets
 from .tree import component
 from .values import decode
 
-Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | PerRank
+Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | Generator | PerRank
 """What `track` takes."""
 
 _Other: TypeAlias = TrackedStateful | TrackedValue | TrackedRng
@@ -72,10 +74,14 @@ class _Things:
             self.modules.append(TrackedModule(name, thing, per_rank=per_rank))
         elif isinstance(thing, Optimizer):
             self.optimizers.append(TrackedOptimizer(name, thing, per_rank=per_rank))
+        elif isinstance(thing, Generator):
+            self.others.append(TrackedGenerator(name, thing))
         elif isinstance(thing, Stateful) and not isinstance(thing, type | Sharded):
             self.others.append(TrackedStateful(name, thing, per_rank=per_rank))
         else:
             return False
+        # Stable: generators come last, since loading the others may draw from them.
+        self.others.sort(key=lambda other: isinstance(other, TrackedGenerator))
         return True
 
     def with_state(self, state: MutableMapping[str, Any] | None, taken: set[str]) -> _Things:
@@ -115,6 +121,7 @@ class Tracking:
         self._things = _Things()
         self._collector = Collector(per_rank)
         self._taken: set[str] = set()
+        self._given: dict[str, object] = {}
         self._hooks: dict[str, Hook] = {}
         self._rng = TrackedRng()
 
@@ -128,11 +135,20 @@ class Tracking:
         if not self._things.add(quoted, thing):
             raise InvalidRequest(
                 f"{name}: a {type(thing).__qualname__} cannot be tracked",
-                hint="track a module, a list of modules, an optimizer, or an object with state_dict() and "
+                hint="track a module, a list of modules, an optimizer, a generator, or an object with state_dict() and "
                 "load_state_dict(); pass plain values to save(step, state) and restore_into(state)",
                 key=name,
             )
         self._taken.add(quoted)
+        self._given[quoted] = thing
+
+    def given(self, state: Mapping[str, Any] | None) -> dict[str, object]:
+        """Return what is tracked, and the values of a state that the caller keeps, by name."""
+        return {**self._given, **{component(key): value for key, value in (state or {}).items()}}
+
+    def scope_of(self, name: str, leaf: object, default: int) -> int:
+        """Return the scope of a tensor, see `Collector.scope_of`."""
+        return self._collector.scope_of(name, leaf, default)
 
     def on_load(self, name: str, hook: Hook) -> None:
         """Let `hook` change the stored value of `name` before it is loaded."""
@@ -165,15 +181,30 @@ class Tracking:
             return {}
         return parameter_names(pair for module in things.modules for pair in module.parameter_names(self._collector))
 
-    def restoring(self, stored: Stored, state: MutableMapping[str, Any] | None) -> Restoring:
+    def restoring(
+        self, stored: Stored, state: MutableMapping[str, Any] | None, chosen: Choice = EVERYTHING
+    ) -> Restoring:
         """Compare what is stored with what is tracked; see `Restoring`."""
         things = self._things.with_state(state, self._taken)
+        names = self._parameter_names(things)
         return Restoring(
-            Targets(stored, self._collector.scope_of),
+            self._targets(stored, things, names, chosen),
             things=things,
             generators=self._rng,
-            names=self._parameter_names(things),
+            names=names,
             hooks=self._hooks,
+        )
+
+    def _targets(self, stored: Stored, things: _Things, names: Names, chosen: Choice) -> Targets:
+        if chosen.is_everything:
+            return Targets(stored, self._collector.scope_of)
+        return ChosenTargets(
+            stored,
+            self._collector.scope_of,
+            chosen=chosen,
+            modules=[module.name for module in things.modules],
+            others=[other.name for other in [*things.others, self._rng]],
+            optimizers={optimizer.name: optimizer.tensor_names(names) for optimizer in things.optimizers},
         )
 
 
@@ -189,15 +220,17 @@ class Restoring:
         names: Names,
         hooks: Mapping[str, Hook],
     ) -> None:
-        self._things, self._rng, self._names, self._hooks = things, generators, names, hooks
+        self._modules, self._names, self._hooks = things.modules, names, hooks
+        self._optimizers = [optimizer for optimizer in things.optimizers if targets.takes(optimizer.name)]
+        self._others = [other for other in [*things.others, generators] if targets.takes(other.name)]
         self._values: dict[str, Any] = {}
         self.targets = targets
         stored = targets.stored
-        for module in things.modules:
+        for module in self._modules:
             module.prepare(stored, self.targets)
-        for optimizer in things.optimizers:
+        for optimizer in self._optimizers:
             optimizer.prepare(stored, self.targets, names)
-        for other in [*things.others, generators]:
+        for other in self._others:
             other.prepare(stored, self.targets)
 
     def decode(self, objects: Mapping[str, bytes]) -> None:
@@ -207,34 +240,38 @@ class Restoring:
             SnapshotCorrupt: bytes that are no stored value.
             InvalidRequest: a value that does not fit what is tracked.
         """
-        for name, data in objects.items():
+        for stored_name, data in objects.items():
+            name = self.targets.object_here(stored_name)
             try:
                 value = decode(Value.FromString(data), tensor=self._tensor)
             except (DecodeError, KeyError, ValueError, TypeError) as error:
                 raise SnapshotCorrupt(
-                    f"{name}: unexpected format of a stored object: {error}",
+                    f"{stored_name}: unexpected format of a stored object: {error}",
                     reason=error_pb2.REASON_CORRUPT,
-                    key=name,
+                    key=stored_name,
                     phase="restore",
                 ) from error
+            value = self.targets.value(name, value)
             hook = self._hooks.get(name)
             self._values[name] = hook(value) if hook is not None else value
-        for optimizer in self._things.optimizers:
+        for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)
 
     def _tensor(self, name: str) -> object:
-        if name not in self.targets.tensors:
+        here = self.targets.tensor_here(name)
+        if here not in self.targets.tensors:
             raise ValueError(f"it refers to a tensor {name!r} that is not stored")
-        return self.targets.tensors[name]
+        return self.targets.tensors[here]
 
     def load(self) -> None:
         """Give everything its state; tensors are filled already. What was not fetched stays as it is."""
-        for module in self._things.modules:
+        self.targets.finish()
+        for module in self._modules:
             module.load(self._values.get(module.name))
-        for optimizer in self._things.optimizers:
+        for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names)
-        for other in [*self._things.others, self._rng]:
+        for other in self._others:
             if other.name in self._values:
                 other.load(self._values[other.name])
