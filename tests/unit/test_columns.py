@@ -60,10 +60,11 @@ def worlds(draw: st.DrawFn) -> Layouts:
         if draw(st.booleans()):
             rows.append(row("own", (rank + 1,), [(0, rank + 1)], SCOPE_PER_RANK))
         rows[:] = draw(st.permutations(rows))
-    filled = sorted(rank for rank, rows in layouts.items() if rows)
-    if filled and draw(st.booleans()):
+    filled = sorted(rank for rank, held in layouts.items() if held)
+    spoil: bool = draw(st.booleans())
+    if filled and spoil:
         rows = layouts[draw(st.sampled_from(filled))]
-        at = draw(st.integers(0, len(rows) - 1))
+        at: int = draw(st.integers(0, len(rows) - 1))
         old = rows[at]
         match draw(st.integers(0, 4)):
             case 0:
