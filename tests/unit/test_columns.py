@@ -72,7 +72,8 @@ def worlds(draw: st.DrawFn) -> Layouts:
             case 1:
                 del rows[at]
             case 2:
-                rows[at] = row(old.name, [*old.global_shape, 1], [*zip(old.offset, old.length, strict=True), (0, 1)])
+                spans = [(begin, begin + size) for begin, size in zip(old.offset, old.length, strict=True)]
+                rows[at] = row(old.name, [*old.global_shape, 1], [*spans, (0, 1)])
             case 3:
                 rows[at] = row(old.name, old.global_shape, [(n, n + 2) for n in old.offset])
             case _:
