@@ -21,7 +21,7 @@ from ckptd.protos.snapshot_pb2 import Value
 from . import rng
 from .errors import CkptdError, InvalidRequest, SnapshotCorrupt
 from .generators import Generator, TrackedGenerator
-from .modules import TrackedModule
+from .modules import SeenModule, TrackedModule
 from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizers import Names, TrackedOptimizer, parameter_names
 from .selecting import EVERYTHING, Choice, ChosenTargets
@@ -124,6 +124,7 @@ class Tracking:
         self._given: dict[str, object] = {}
         self._hooks: dict[str, Hook] = {}
         self._rng = TrackedRng()
+        self._seen: tuple[list[SeenModule | None], Names] = ([], {})
 
     def add(self, name: str, thing: object) -> None:
         """Track `thing` as `name` from now on.
@@ -167,7 +168,7 @@ class Tracking:
         for module in things.modules:
             with _blamed(module.name):
                 module.collect(collector)
-        names = self._parameter_names(things)
+        names = self._names_after_collecting(things)
         for optimizer in things.optimizers:
             with _blamed(optimizer.name):
                 optimizer.collect(collector, names)
@@ -175,6 +176,13 @@ class Tracking:
             with _blamed(other.name):
                 other.collect(collector)
         return collector.finish()
+
+    def _names_after_collecting(self, things: _Things) -> Names:
+        """Return the same names, as the same object, where no module has changed since the save before."""
+        seen = [module.seen for module in things.modules]
+        if None in seen or seen != self._seen[0] or not things.optimizers:
+            self._seen = (seen, self._parameter_names(things))
+        return self._seen[1]
 
     def _parameter_names(self, things: _Things) -> Names:
         if not things.optimizers:
