@@ -20,6 +20,21 @@ _THREADED = 32 << 20
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+def _raw_dtypes() -> frozenset[torch.dtype]:
+    # torch cannot copy numbers below eight bits, and makes every bool that is not 0 a 1.
+    below_a_byte = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+    return frozenset([torch.bool, *(getattr(torch, name) for name in below_a_byte if hasattr(torch, name))])
+
+
+_RAW = _raw_dtypes()
+"""Dtypes of one byte whose elements are copied as bytes."""
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a view of it whose copy has the same bits."""
+    return tensor.view(torch.uint8) if tensor.dtype in _RAW else tensor
+
+
 class Copier:
     """Copies tensors. One per Checkpointer; not thread-safe.
 
@@ -38,11 +53,14 @@ class Copier:
         total = 0
         for target, source in zip(targets, sources, strict=True):
             size = target.numel() * target.element_size()
-            if size < _LARGE:
-                small.append((target, source))
-            else:
+            into, out = copyable(target), copyable(source)
+            if size >= _LARGE:
                 total += size
-                large += _pieces(target, source, size)
+                large += _pieces(into, out, size)
+            elif into.is_conj() or into.is_neg():
+                large.append((into, out))  # the batched call takes no such target
+            else:
+                small.append((into, out))
         # Where torch has threads of its own, a copy is parallel already.
         threaded = total >= _THREADED and self._threads > 1 and torch.get_num_threads() == 1
         with torch.no_grad():

@@ -230,6 +230,7 @@ class Restoring:
 
     def load(self) -> None:
         """Give everything its state; tensors are filled already. What was not fetched stays as it is."""
+        self.targets.settle()
         for module in self._things.modules:
             module.load(self._values.get(module.name))
         for optimizer in self._things.optimizers:
