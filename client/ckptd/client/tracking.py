@@ -274,6 +274,7 @@ class Restoring:
 
     def load(self) -> None:
         """Give everything its state; tensors are filled already. What was not fetched stays as it is."""
+        self.targets.settle()
         self.targets.finish()
         for module in self._modules:
             module.load(self._values.get(module.name))
