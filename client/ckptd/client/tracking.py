@@ -274,8 +274,8 @@ class Restoring:
 
     def load(self) -> None:
         """Give everything its state; tensors are filled already. What was not fetched stays as it is."""
+        self.targets.finish()  # casts may go into tensors that settle then gives to those that share memory
         self.targets.settle()
-        self.targets.finish()
         for module in self._modules:
             module.load(self._values.get(module.name))
         for optimizer in self._optimizers:

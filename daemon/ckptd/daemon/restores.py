@@ -84,6 +84,8 @@ class NodeRestore:
         self._asks: dict[int, Ask] = {}
         self._attempt: Attempt | None = None
         self._superseded: set[int] = set()
+        self._last_failure: tuple[int, Error] | None = None
+        """The last attempt that failed on all ranks, for a rank whose Want comes after that was told."""
 
     # ------------------------------------------------------------ calls of ranks
 
@@ -121,6 +123,8 @@ class NodeRestore:
         """
         self._link.check_alive()
         attempt = self._attempt
+        if self._last_failure is not None and number <= self._last_failure[0]:
+            raise DaemonError(self._last_failure[1])
         if attempt is None or attempt.number != number:
             self._superseded.add(session.rank)
             return [FetchedPart(superseded=True)]
@@ -192,6 +196,7 @@ class NodeRestore:
         elif kind == "restore_go":
             self._on_go(message.restore_go.attempt)
         else:
+            self._last_failure = (message.restore_error.attempt, message.restore_error.error)
             self._fail_all(message.restore_error.error)
 
     def _on_chosen(self, chosen: CoordinatorMessage.RestoreChosen) -> None:
