@@ -23,8 +23,10 @@ install: $(STAMP) ## install into .venv what everything else needs
 demo: $(STAMP) ## the main job: eight ranks on two nodes are killed twice and come back bit for bit
 	$(BIN)/python examples/demo.py
 
+# Most tests wait for processes: two workers keep two cores busy. A file stays with one worker, because its tests share fixtures.
+TEST_WORKERS ?= 2
 test: $(STAMP) ## the whole suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
 
 unit: $(STAMP) ## the fast half
 	$(BIN)/python -m pytest -q tests/unit
