@@ -16,6 +16,7 @@ from .errors import (
     Unavailable,
 )
 from .handles import SaveHandle
+from .resharding import StoredPiece
 from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded
 from .tracking import Trackable
@@ -35,6 +36,7 @@ __all__ = [
     "Sharded",
     "SnapshotCorrupt",
     "SnapshotNotFound",
+    "StoredPiece",
     "Trackable",
     "Unavailable",
 ]

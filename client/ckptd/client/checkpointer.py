@@ -28,6 +28,7 @@ from .journal import Journal
 from .link import Link
 from .mesh import topology
 from .nested import Hook
+from .resharding import ReshardHook
 from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver
@@ -147,6 +148,15 @@ class Checkpointer:
         loaded: Hook = hook
         self._tracking.on_load(name, loaded)
 
+    def on_reshard(self, name: str, hook: ReshardHook) -> None:
+        """Let `hook` make the value of the tracked `name` when the step was saved on another mesh.
+
+        It gets the pieces of all ranks that saved, and this rank's coordinate, and returns what to load here. Without
+        one, a value that was equal on all ranks is taken, and one that was not is an error. "rng" has a rule of its
+        own: the generators are seeded from the stored states, the step, and this rank's coordinate.
+        """
+        self._tracking.on_reshard(name, hook)
+
     def save(
         self,
         step: int,
@@ -197,12 +207,15 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"] = "fallback",
         strict: bool = True,
         rollback: bool = False,
+        drop: Sequence[str] = (),
         timeout: float | None = None,
     ) -> Restored | None:
         """Restore everything tracked, in place. Every rank must call it with the same arguments.
 
         Tensors are filled on their devices, optimizer state is made where there is none yet, objects are loaded,
-        random number generators come last. Nothing is touched before all bytes of all ranks were found and verified.
+        random number generators come last. The mesh may be another than the one that saved: each rank then gets the
+        boxes it holds now; see `on_reshard` for what was each rank's own. Nothing is touched before all bytes of all
+        ranks were found and verified.
 
         Args:
             step: A step; default: the newest.
@@ -212,6 +225,7 @@ class Checkpointer:
                 always raises.
             strict: Whether every tracked name must be stored, and every stored one tracked.
             rollback: Whether `step` may be older than the newest: history then drops what is newer.
+            drop: Tracked names (or "rng") that stay as they are here, whatever is stored.
             timeout: Seconds; default: restore_timeout_s.
 
         Returns:
@@ -224,7 +238,7 @@ class Checkpointer:
             Unavailable: the store or an agent cannot be reached in time.
             Fenced: a newer run has taken over.
         """
-        return self._restore(None, step, required, on_corrupt, strict, rollback, timeout)
+        return self._restore(None, step, required, on_corrupt, strict, rollback, drop, timeout)
 
     def restore_into(
         self,
@@ -235,13 +249,14 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"] = "fallback",
         strict: bool = True,
         rollback: bool = False,
+        drop: Sequence[str] = (),
         timeout: float | None = None,
     ) -> Restored | None:
         """Restore everything tracked, and what was saved as `state`; see `restore`.
 
         Tensors in `state` that fit are filled in place; everything else in it is replaced by what was stored.
         """
-        return self._restore(state, step, required, on_corrupt, strict, rollback, timeout)
+        return self._restore(state, step, required, on_corrupt, strict, rollback, drop, timeout)
 
     def _restore(  # noqa: PLR0917 - private: both callers pass everything on
         self,
@@ -251,6 +266,7 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"],
         strict: bool,
         rollback: bool,
+        drop: Sequence[str],
         timeout: float | None,
     ) -> Restored | None:
         if on_corrupt not in ("fallback", "raise"):
@@ -262,6 +278,7 @@ class Checkpointer:
             on_corrupt=on_corrupt,
             strict=strict,
             rollback=rollback,
+            drop=_checked_drop(drop),
             timeout_s=self._config.restore_timeout_s if limit is None else min(limit, self._config.restore_timeout_s),
         )
         with self._alone("restore"):
@@ -339,6 +356,12 @@ def _checked_step(step: int) -> int:
             f"step {step!r} is no whole number from 0 to {STEP_LIMIT - 1}", reason=error_pb2.REASON_INVALID_STEP
         )
     return number
+
+
+def _checked_drop(drop: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(drop, str) or not all(isinstance(name, str) for name in drop):
+        raise InvalidRequest(f"drop={drop!r} is no sequence of names", hint='e.g. drop=("loader",)')
+    return tuple(drop)
 
 
 def _checked_number(name: str, value: float) -> float:

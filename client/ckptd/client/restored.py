@@ -39,6 +39,7 @@ class Restored:
         missing: With strict=False: what is tracked but not stored; it keeps its value.
         unexpected: With strict=False: what is stored but not tracked.
         bytes_by_tier: Where this node's bytes came from, in bytes.
+        dropped: As given to restore(): tracked names that were left as they are.
     """
 
     step: int
@@ -50,6 +51,7 @@ class Restored:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,7 @@ class Question:
         strict: Whether names must fit on both sides.
         rollback: Whether history may drop what is newer.
         timeout_s: Seconds.
+        drop: Tracked names that stay as they are.
     """
 
     step: int | None
@@ -71,3 +74,4 @@ class Question:
     strict: bool
     rollback: bool
     timeout_s: float
+    drop: tuple[str, ...] = ()

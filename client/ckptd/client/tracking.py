@@ -8,26 +8,27 @@ nothing is loaded before everything was decoded and checked.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
-from google.protobuf.message import DecodeError
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptd.protos import error_pb2
-from ckptd.protos.snapshot_pb2 import Value
-
 from . import rng
-from .errors import CkptdError, InvalidRequest, SnapshotCorrupt
+from .errors import CkptdError, InvalidRequest
 from .modules import TrackedModule
 from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizers import Names, TrackedOptimizer, parameter_names
+from .resharding import Gathered, ReshardHook, decoded
 from .sharding import PerRank, Sharded
 from .state import Collected, Collector
-from .targets import Stored, Targets
+from .stored import Stored
+from .targets import ObjectKey, Targets
 from .tree import component
-from .values import decode
+
+log = logging.getLogger("ckptd.client")
 
 Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | PerRank
 """What `track` takes."""
@@ -78,6 +79,18 @@ class _Things:
             return False
         return True
 
+    def names(self) -> set[str]:
+        """Return the names of all."""
+        return {thing.name for thing in [*self.modules, *self.optimizers, *self.others]}
+
+    def without(self, dropped: AbstractSet[str]) -> _Things:
+        """Return these things but for the dropped ones."""
+        left = _Things()
+        left.modules = [module for module in self.modules if module.name not in dropped]
+        left.optimizers = [optimizer for optimizer in self.optimizers if optimizer.name not in dropped]
+        left.others = [other for other in self.others if other.name not in dropped]
+        return left
+
     def with_state(self, state: MutableMapping[str, Any] | None, taken: set[str]) -> _Things:
         """Return these things and those of a state the caller keeps."""
         if state is None:
@@ -116,6 +129,7 @@ class Tracking:
         self._collector = Collector(per_rank)
         self._taken: set[str] = set()
         self._hooks: dict[str, Hook] = {}
+        self._reshard: dict[str, ReshardHook] = {}
         self._rng = TrackedRng()
 
     def add(self, name: str, thing: object) -> None:
@@ -137,6 +151,10 @@ class Tracking:
     def on_load(self, name: str, hook: Hook) -> None:
         """Let `hook` change the stored value of `name` before it is loaded."""
         self._hooks[component(name)] = hook
+
+    def on_reshard(self, name: str, hook: ReshardHook) -> None:
+        """Let `hook` choose the value of `name` from those of all ranks of another mesh."""
+        self._reshard[component(name)] = hook
 
     def collect(self, state: MutableMapping[str, Any] | None) -> Collected:
         """Read the state of everything. Nothing is changed; the views in the result alias live tensors.
@@ -165,15 +183,27 @@ class Tracking:
             return {}
         return parameter_names(pair for module in things.modules for pair in module.parameter_names(self._collector))
 
-    def restoring(self, stored: Stored, state: MutableMapping[str, Any] | None) -> Restoring:
-        """Compare what is stored with what is tracked; see `Restoring`."""
+    def restoring(self, stored: Stored, state: MutableMapping[str, Any] | None, drop: Sequence[str] = ()) -> Restoring:
+        """Compare what is stored with what is tracked, but for what is dropped; see `Restoring`.
+
+        Raises:
+            InvalidRequest: `drop` names what is not tracked.
+        """
         things = self._things.with_state(state, self._taken)
+        names = self._parameter_names(things)
+        dropped = {component(name) if name != rng.NAME else name for name in drop}
+        kept = things.without(dropped)
+        unknown = sorted(dropped - things.names() - {rng.NAME})
+        if unknown:
+            raise InvalidRequest(f"drop: {', '.join(unknown)} is not tracked", key=unknown[0], phase="restore")
         return Restoring(
             Targets(stored, self._collector.scope_of),
-            things=things,
-            generators=self._rng,
-            names=self._parameter_names(things),
+            things=kept,
+            generators=None if rng.NAME in dropped else self._rng,
+            names=names,
             hooks=self._hooks,
+            reshard=self._reshard,
+            dropped=dropped,
         )
 
 
@@ -185,43 +215,63 @@ class Restoring:
         targets: Targets,
         *,
         things: _Things,
-        generators: TrackedRng,
+        generators: TrackedRng | None,
         names: Names,
         hooks: Mapping[str, Hook],
+        reshard: Mapping[str, ReshardHook],
+        dropped: AbstractSet[str],
     ) -> None:
-        self._things, self._rng, self._names, self._hooks = things, generators, names, hooks
+        self._things, self._names, self._hooks, self._reshard = things, names, hooks, reshard
+        self._others = [*things.others, *([generators] if generators is not None else [])]
         self._values: dict[str, Any] = {}
         self.targets = targets
         stored = targets.stored
+        for name in dropped:
+            targets.drop(name)
         for module in things.modules:
             module.prepare(stored, self.targets)
         for optimizer in things.optimizers:
             optimizer.prepare(stored, self.targets, names)
-        for other in [*things.others, generators]:
+        for other in self._others:
             other.prepare(stored, self.targets)
 
-    def decode(self, objects: Mapping[str, bytes]) -> None:
+    def decode(self, objects: Mapping[ObjectKey, bytes]) -> None:
         """Decode and check all objects. Nothing is touched.
+
+        Of another mesh the targets' `own_tensors` must be filled.
 
         Raises:
             SnapshotCorrupt: bytes that are no stored value.
             InvalidRequest: a value that does not fit what is tracked.
         """
-        for name, data in objects.items():
-            try:
-                value = decode(Value.FromString(data), tensor=self._tensor)
-            except (DecodeError, KeyError, ValueError, TypeError) as error:
-                raise SnapshotCorrupt(
-                    f"{name}: unexpected format of a stored object: {error}",
-                    reason=error_pb2.REASON_CORRUPT,
-                    key=name,
-                    phase="restore",
-                ) from error
+        elsewhere = self.targets.stored.elsewhere
+        if elsewhere is None:
+            values = {name: decoded(name, data, self._tensor) for (name, _), data in objects.items()}
+        else:
+            gathered = Gathered(elsewhere, self.targets, objects)
+            values = {name: self._gathered(name, gathered) for name in gathered.names}
+        for name, value in values.items():
             hook = self._hooks.get(name)
             self._values[name] = hook(value) if hook is not None else value
         for optimizer in self._things.optimizers:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)
+
+    def _gathered(self, name: str, gathered: Gathered) -> Any:
+        for optimizer in self._things.optimizers:
+            if optimizer.name == name:
+                return optimizer.merged(list(gathered.values(name, lenient=True).values()), self._names)
+        hook, elsewhere = self._reshard.get(name), gathered.elsewhere
+        if name == rng.NAME and hook is None:
+            if elsewhere.world == len(gathered.data(name)) == 1:
+                return next(iter(gathered.values(name).values()))
+            log.warning(
+                "the random number generators are seeded anew from step %d: it was saved on another mesh",
+                elsewhere.step,
+            )
+            return rng.derived(gathered.data(name), elsewhere.coordinates, elsewhere.here, step=elsewhere.step)
+        is_per_rank = any(other.name == name and other.is_per_rank for other in self._others)
+        return gathered.one(name, hook=hook, is_per_rank=is_per_rank and name != rng.NAME)
 
     def _tensor(self, name: str) -> object:
         if name not in self.targets.tensors:
@@ -235,6 +285,6 @@ class Restoring:
         for optimizer in self._things.optimizers:
             if optimizer.name in self._values:
                 optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names)
-        for other in [*self._things.others, self._rng]:
+        for other in self._others:
             if other.name in self._values:
                 other.load(self._values[other.name])
