@@ -29,7 +29,6 @@ from ckptd.protos.agent_pb2 import WantPart
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, RankSection
 
-
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
