@@ -87,6 +87,47 @@ def test_what_is_each_ranks_own_needs_a_hook_or_is_dropped(agents: Agents) -> No
     job.saved(2)
 
 
+def test_a_tracked_generator_is_each_ranks_own(agents: Agents) -> None:
+    """It needs a hook, which gets its state as it was stored; the process's own generators have a rule instead."""
+    agent = agents.new()
+    Job(agent, MESH, 1, mine=torch.Generator().manual_seed(1)).saved(1)
+    here = torch.Generator().manual_seed(2)
+    job = Job(agent, None, 2, mine=here)
+    with pytest.raises(InvalidRequest, match=r"mine: step 1 was saved on another mesh"):
+        job.ckpt.restore()
+    assert here.initial_seed() == 2
+    job.ckpt.on_reshard("mine", lambda pieces, _: pieces[0].value)
+    assert job.ckpt.restore() is not None
+    assert torch.equal(here.get_state(), torch.Generator().manual_seed(1).get_state())
+    job.ckpt.close()
+
+
+def test_a_choice_needs_the_mesh_that_saved(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is fetched or touched; everything, and everything but what is dropped, still comes."""
+    agent = agents.new()
+    first = Job(agent, MESH, 1, loader=Loader(1))
+    first.saved(1)
+    here = Loader(2)
+    job = Job(agent, None, 2, loader=here)
+    before = job.model.weight.detach().clone()
+    choices: list[dict[str, Any]] = [{"only": "model"}, {"names": {"model/": "model/"}}, {"cast": True}]
+    with monkeypatch.context() as patched:
+        patched.setattr("ckptd.client.restoring.want_parts", lambda *_: pytest.fail("something was asked for"))
+        for each in choices:
+            with pytest.raises(InvalidRequest, match="only=, names= and cast= need the mesh that saved"):
+                job.ckpt.restore(**each)
+    assert torch.equal(job.model.weight, before)
+    assert job.ckpt.restore(drop=("loader",)) is not None
+    assert torch.equal(job.model.weight, first.model.weight)
+    assert here.at == 2
+    job.saved(2)
+    again = Job(agent, None, 3, loader=Loader(3))
+    assert again.ckpt.restore(only="model", drop=("loader",)) is not None
+    assert torch.equal(again.model.weight, job.model.weight)
+    assert not again.optimizer.state
+    again.ckpt.close()
+
+
 def test_a_name_that_nobody_asks_for_is_an_error(agents: Agents) -> None:
     """Named, before any tensor is touched; strict=False returns it."""
     agent = agents.new()

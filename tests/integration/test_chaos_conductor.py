@@ -91,7 +91,9 @@ def problems(report: Report) -> dict[str, str]:
 )
 def test_a_scenario_runs_to_its_end_and_passes(name: str, relaunches: int, tmp_path: Path) -> None:
     """Each scenario's faults fire, the job is started again as often as needed, and sound doubles pass."""
-    report = trial(load(name), tmp_path)
+    # A paused process must be caught in the midst of its run, also where the harness is slow to see it.
+    slowly = ("--step-s", "0.15") if name == "zombie-coordinator" else ()
+    report = trial(load(name), tmp_path, *slowly)
     assert problems(report) == {}
     assert report.verdict is Verdict.PASS
     assert report.launches == 1 + relaunches
@@ -128,7 +130,7 @@ def test_faults_strike_one_after_the_other(tmp_path: Path) -> None:
     lose = Fault(do="lose", target=Target(kind="node", which=0), at=Moment(event="acknowledged", nth=2, then="step"))
     seen: list[Event] = []
     two = Scenario(name="two", title="t", faults=(kill, lose), expect=Expectation(relaunches=(2, 2)))
-    report = trial(two, tmp_path, seen=seen)
+    report = trial(two, tmp_path, "--step-s", "0.1", seen=seen)
     assert problems(report) == {}
     first, second = report.accounts
     assert first.restored_from == "memory"

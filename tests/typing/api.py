@@ -1,6 +1,7 @@
 """The public API as a user would write it; checked by mypy --strict, never run."""
 # ruff: noqa: T201
 
+import random
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import assert_type
@@ -10,11 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ckptd.client import (
+    Audit,
     BadStep,
     Checkpointer,
     CkptdError,
     Config,
     Fenced,
+    Finding,
     PerRank,
     Restored,
     SaveHandle,
@@ -75,6 +78,14 @@ def everything(model: nn.Module, chunks: list[nn.Module], group: torch.distribut
             print(handle.state, handle.step)
         found = ckpt.restore_into(state, step=1, on_corrupt="raise", strict=False, rollback=True, timeout=9)
         assert_type(found, Restored | None)
+        part = ckpt.restore(only=["model"], names={"old/": "model/"}, cast=True)
+        renamed = ckpt.restore_into(state, only="x", names=lambda name: name.lower())
+        if part is not None and renamed is not None:
+            assert_type(part.left_out, tuple[str, ...])
+        ckpt.track(torch_generator=torch.Generator(), python_generator=random.Random(1))
+        report = ckpt.audit(state)
+        assert_type(report, Audit)
+        assert_type(report.of("unowned_parameter"), tuple[Finding, ...])
         required = ckpt.restore(required=True)
         if required is not None:
             assert_type(required.fell_back_from, tuple[BadStep, ...])

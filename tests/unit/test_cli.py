@@ -145,6 +145,31 @@ def test_sweep_deletes_and_says_what(root: RootBuilder, capsys: pytest.CaptureFi
     assert (code, "nothing was deleted" in err) == (4, True)
 
 
+def test_copy_diff_and_drop_end_as_documented(
+    root: RootBuilder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy 0, and 2 on a target that holds something else; diff 0, 9 and 5; drop 0, 2 and 5; retain asks for its rule."""
+    target = tmp_path / "copy"
+    assert run(capsys, "copy", url(root), 20, target)[0] == 0
+    assert run(capsys, "verify", target)[0] == 0
+    code, _, err = run(capsys, "copy", url(root), 10, target)
+    assert (code, "copy into an empty root" in err) == (2, True)
+    assert run(capsys, "copy", url(root), 99, tmp_path / "none")[0] == 5
+    assert not (tmp_path / "none").exists()
+    assert run(capsys, "diff", f"{url(root)}@20", target, "--json")[0] == 0
+    code, out, _ = run(capsys, "diff", url(root), 10, url(root), 20, "--bitwise")
+    assert (code, out.splitlines()[0]) == (9, "different: 1 of 2 tensors and 0 of 1 objects are equal")
+    assert run(capsys, "diff", url(root), f"{target}@10")[0] == 5
+    assert run(capsys, "diff", url(root))[0] == 2
+    assert run(capsys, "drop", url(root), 20)[0] == 2
+    assert run(capsys, "drop", url(root), 99)[0] == 5
+    assert run(capsys, "drop", url(root), 10)[0] == 0
+    assert run(capsys, "retain", url(root))[0] == 2
+    assert run(capsys, "retain", url(root), "--keep-last", 1)[0] == 0
+    assert run(capsys, "sweep", url(root), "--claim", "--dry-run")[0] == 2
+    assert run(capsys, "show", url(root), "--tensors")[1].startswith("TENSOR\tDTYPE")
+
+
 def test_a_damaged_newest_record_is_corrupt(root: RootBuilder, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit 4 with the key; older records are not used instead."""
     key = decision_key(timeline(1), 20)

@@ -3,6 +3,7 @@
 from ckptd.client import Checkpointer
 """
 
+from .audit import Audit, Finding
 from .checkpointer import Checkpointer
 from .config import Config
 from .errors import (
@@ -23,11 +24,13 @@ from .tracking import Trackable
 
 __all__ = [
     "Aborted",
+    "Audit",
     "BadStep",
     "Checkpointer",
     "CkptdError",
     "Config",
     "Fenced",
+    "Finding",
     "InvalidRequest",
     "OutcomeUnknown",
     "PerRank",

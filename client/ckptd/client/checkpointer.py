@@ -11,7 +11,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
@@ -20,18 +20,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptd.protos import error_pb2
 
+from .audit import Audit, Auditor
 from .config import Config, Settings, resolve
 from .copying import Copier
 from .errors import CkptdError, InvalidRequest
 from .handles import Ledger, SaveHandle
 from .journal import Journal
 from .link import Link
+from .mapping import Names
 from .mesh import topology
 from .nested import Hook
 from .resharding import ReshardHook
 from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver
+from .selecting import Choice, choice
 from .tracking import Trackable, Tracking
 
 log = logging.getLogger("ckptd.client")
@@ -85,6 +88,13 @@ class Checkpointer:
         self._copier = Copier(self._config.copy_threads)
         self._link = Link(self._config, self._topology, self._ledger)
         self._busy = threading.Lock()
+        self._auditor = Auditor(
+            mode=self._config.audit,
+            things=self._tracking.given,
+            scope_of=self._tracking.scope_of,
+            world=self._topology.world,
+            rank=self._topology.rank,
+        )
         self._saver = Saver(
             config=self._config,
             topology=self._topology,
@@ -93,6 +103,7 @@ class Checkpointer:
             tracking=self._tracking,
             copier=self._copier,
             journal=self._journal,
+            auditor=self._auditor,
         )
         self._restorer = Restorer(
             config=self._config,
@@ -131,7 +142,7 @@ class Checkpointer:
         "rng".
 
         Args:
-            **things: Modules, lists of modules with disjoint names, optimizers, objects with `state_dict()` and
+            **things: Modules, lists of modules with disjoint names, optimizers, generators, objects with `state_dict()` and
                 `load_state_dict()`, or `PerRank` of one of them.
 
         Raises:
@@ -156,6 +167,15 @@ class Checkpointer:
         own: the generators are seeded from the stored states, the step, and this rank's coordinate.
         """
         self._tracking.on_reshard(name, hook)
+
+    def audit(self, state: Mapping[str, Any] | None = None) -> Audit:
+        """Look for what `save(step, state)` would miss. Nothing is changed or sent.
+
+        The first `save` does the same by itself and warns of findings, or raises; see the setting `audit`. `state_dict()`
+        of tracked objects may be called.
+        """
+        self._link.check()
+        return self._auditor.audit(state)
 
     def save(
         self,
@@ -207,6 +227,9 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"] = "fallback",
         strict: bool = True,
         rollback: bool = False,
+        only: str | Iterable[str] | None = None,
+        names: Names | None = None,
+        cast: bool = False,
         drop: Sequence[str] = (),
         timeout: float | None = None,
     ) -> Restored | None:
@@ -225,6 +248,11 @@ class Checkpointer:
                 always raises.
             strict: Whether every tracked name must be stored, and every stored one tracked.
             rollback: Whether `step` may be older than the newest: history then drops what is newer.
+            only: Names, beginnings of names or `fnmatch` patterns of what to restore, e.g. ``["model"]``; the rest is not
+                touched and stands in `Restored.left_out`. Of modules single tensors, everything else whole.
+            names: Stored names to names here, where they differ: old beginnings to new ones, e.g.
+                ``{"model/module.": "model/"}``, or a function. Optimizer state follows its parameter.
+            cast: Whether to convert between floating dtypes where they differ.
             drop: Tracked names (or "rng") that stay as they are here, whatever is stored.
             timeout: Seconds; default: restore_timeout_s.
 
@@ -238,7 +266,8 @@ class Checkpointer:
             Unavailable: the store or an agent cannot be reached in time.
             Fenced: a newer run has taken over.
         """
-        return self._restore(None, step, required, on_corrupt, strict, rollback, drop, timeout)
+        chosen = choice(only, names, cast=cast)
+        return self._restore(None, step, required, on_corrupt, strict, rollback, chosen, drop, timeout)
 
     def restore_into(
         self,
@@ -249,6 +278,9 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"] = "fallback",
         strict: bool = True,
         rollback: bool = False,
+        only: str | Iterable[str] | None = None,
+        names: Names | None = None,
+        cast: bool = False,
         drop: Sequence[str] = (),
         timeout: float | None = None,
     ) -> Restored | None:
@@ -256,7 +288,8 @@ class Checkpointer:
 
         Tensors in `state` that fit are filled in place; everything else in it is replaced by what was stored.
         """
-        return self._restore(state, step, required, on_corrupt, strict, rollback, drop, timeout)
+        chosen = choice(only, names, cast=cast)
+        return self._restore(state, step, required, on_corrupt, strict, rollback, chosen, drop, timeout)
 
     def _restore(  # noqa: PLR0917 - private: both callers pass everything on
         self,
@@ -266,6 +299,7 @@ class Checkpointer:
         on_corrupt: Literal["fallback", "raise"],
         strict: bool,
         rollback: bool,
+        chosen: Choice,
         drop: Sequence[str],
         timeout: float | None,
     ) -> Restored | None:
@@ -278,6 +312,7 @@ class Checkpointer:
             on_corrupt=on_corrupt,
             strict=strict,
             rollback=rollback,
+            chosen=chosen,
             drop=_checked_drop(drop),
             timeout_s=self._config.restore_timeout_s if limit is None else min(limit, self._config.restore_timeout_s),
         )

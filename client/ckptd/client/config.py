@@ -19,6 +19,7 @@ from ckptd.protos import error_pb2
 
 from .errors import InvalidRequest
 
+AuditMode = Literal["warn", "off", "raise"]
 Transport = Literal["auto", "shm", "stream"]
 StoreDriver = Literal["auto", "obstore", "fsspec"]
 
@@ -86,6 +87,10 @@ class Config(BaseSettings):
     )
     store_driver: StoreDriver = Field(default="auto", description="auto, obstore or fsspec.")
     copy_threads: int = Field(default=2, ge=1, le=64, description="Threads that copy large tensors into the slot.")
+    audit: AuditMode = Field(
+        default="warn",
+        description="What the first save does with state that may be missing from snapshots: warn, raise, or off.",
+    )
     client_event_log: Path | None = Field(
         default=None, description="File that gets one JSON line per event of this rank; off by default."
     )
@@ -158,6 +163,7 @@ class Settings(TypedDict, total=False):
     posthumous_timeout_s: float
     store_driver: StoreDriver
     copy_threads: int
+    audit: AuditMode
     client_event_log: Path | None
 
 

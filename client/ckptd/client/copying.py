@@ -20,6 +20,23 @@ _THREADED = 32 << 20
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+class Destinations:
+    """Where rows are copied to, told apart by size once: many saves write the same slot.
+
+    Args:
+        tensors: Row: its target.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        sizes = [target.numel() * target.element_size() for target in tensors]
+        small = [row for row, size in enumerate(sizes) if size < _LARGE]
+        self.rows = len(tensors)
+        self.small = [tensors[row] for row in small]
+        self.small_rows = small
+        self.large = [(row, tensors[row], size) for row, size in enumerate(sizes) if size >= _LARGE]
+        self.large_bytes = sum(size for _, _, size in self.large)
+
+
 class Copier:
     """Copies tensors. One per Checkpointer; not thread-safe.
 
@@ -31,29 +48,24 @@ class Copier:
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(self, targets: Sequence[torch.Tensor] | Destinations, sources: Sequence[torch.Tensor]) -> None:
         """Copy each source into its target of the same shape and dtype, on whatever device either is."""
-        small: list[Pair] = []
-        large: list[Pair] = []
-        total = 0
-        for target, source in zip(targets, sources, strict=True):
-            size = target.numel() * target.element_size()
-            if size < _LARGE:
-                small.append((target, source))
-            else:
-                total += size
-                large += _pieces(target, source, size)
+        if not isinstance(targets, Destinations):
+            targets = Destinations(targets)
+        if len(sources) != targets.rows:
+            raise ValueError(f"{len(sources)} tensors to copy, {targets.rows} places for them")
         # Where torch has threads of its own, a copy is parallel already.
-        threaded = total >= _THREADED and self._threads > 1 and torch.get_num_threads() == 1
+        threaded = targets.large_bytes >= _THREADED and self._threads > 1 and torch.get_num_threads() == 1
         with torch.no_grad():
+            large = [pair for row, target, size in targets.large for pair in _pieces(target, sources[row], size)]
             if threaded:
                 pending = [self._executor().submit(_copy, pair) for pair in large]
             else:
                 pending = []
                 for pair in large:
                     _copy(pair)
-            if small:
-                torch._foreach_copy_([pair[0] for pair in small], [pair[1] for pair in small])
+            if targets.small:
+                torch._foreach_copy_(targets.small, [sources[row] for row in targets.small_rows])
         for future in pending:
             future.result()
 

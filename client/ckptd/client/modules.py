@@ -20,10 +20,11 @@ from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
 from .sharding import is_tensor_leaf
-from .state import FROZEN, TRAINED, Collector
+from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
 from .targets import Targets
 from .tree import component
+from .unchanged import Look, Place, is_plain, looks_of, places_of, same_looks, same_places
 from .values import encode
 
 _EXTRA_STATE = "_extra_state"
@@ -46,6 +47,17 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
 
 
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class SeenModule:
+    """How a module's entries looked when they were last taken apart, and what that gave."""
+
+    identities: list[int]
+    looks: list[Look]
+    places: list[Place]
+    own: list[int]
+    segment: Segment
+
+
 class TrackedModule:
     """A module, or several with disjoint names (chunks of a pipeline)."""
 
@@ -55,9 +67,11 @@ class TrackedModule:
         self._scope = SCOPE_PER_RANK if per_rank else SCOPE_GLOBAL
         self._raw_keys: list[tuple[str, ...]] = [() for _ in self._modules]
         self._names: list[list[str]] = [[] for _ in self._modules]
+        self.seen: SeenModule | None = None
+        """The same object as after the save before exactly when nothing about the module changed; None: not known."""
 
-    def _entries(self) -> Iterator[tuple[nn.Module, str, str, Any]]:
-        """Yield module, key of its state_dict, canonical name, live value."""
+    def _found(self) -> Iterator[tuple[nn.Module, Mapping[str, Any], list[str]]]:
+        """Yield each module with its state_dict of live values, and their canonical names."""
         for position, module in enumerate(self._modules):
             with torch.no_grad():
                 # The state_dict hooks run: FSDP2 needs them, to give its sharded parameters and not gathered ones.
@@ -67,7 +81,13 @@ class TrackedModule:
                 self._check_live(module, found)
                 self._names[position] = self._canonical(module, keys)
                 self._raw_keys[position] = keys
-            for (key, value), name in zip(found.items(), self._names[position], strict=True):
+                self.seen = None
+            yield module, found, self._names[position]
+
+    def _entries(self) -> Iterator[tuple[nn.Module, str, str, Any]]:
+        """Yield module, key of its state_dict, canonical name, live value."""
+        for module, found, names in self._found():
+            for (key, value), name in zip(found.items(), names, strict=True):
                 yield module, key, name, value
 
     def _canonical(self, module: nn.Module, keys: Sequence[str]) -> list[str]:
@@ -107,9 +127,16 @@ class TrackedModule:
 
     def collect(self, collector: Collector) -> None:
         """Collect parameters, buffers and extra state."""
+        found = list(self._found())
+        values = [value for _, mapping, _ in found for value in mapping.values()]
+        if self._repeat(collector, values):
+            return
+        self.seen, mark = None, collector.mark()
         owners: dict[tuple[object, ...], str] = {}
         extra: dict[str, object] = {}
-        for _, key, name, value in self._entries():
+        own: list[int] = []
+        entries = ((key, name) for _, mapping, names in found for key, name in zip(mapping, names, strict=True))
+        for at, ((key, name), value) in enumerate(zip(entries, values, strict=True)):
             full = f"{self.name}/{component(name)}"
             if key.endswith(_EXTRA_STATE):
                 extra[name] = encode(value, full, is_tensor=is_tensor_leaf, tensor=self._extra_tensor(collector))
@@ -120,8 +147,28 @@ class TrackedModule:
                 continue
             frozen = isinstance(value, nn.Parameter) and not value.requires_grad
             collector.tensor(full, value, scope=self._scope, group=FROZEN if frozen else TRAINED)
+            own.append(at)
         if extra:
             collector.object(self.name, extra)
+        elif all(map(is_plain, values)):
+            self.seen = SeenModule(
+                identities=list(map(id, values)),
+                looks=looks_of(values),
+                places=places_of(values),
+                own=own,
+                segment=collector.segment(mark),
+            )
+
+    def _repeat(self, collector: Collector, values: list[Any]) -> bool:
+        """Collect as in the save before, where these are the same tensors at the same places."""
+        seen = self.seen
+        return (
+            seen is not None
+            and list(map(id, values)) == seen.identities
+            and same_looks(values, seen.looks)
+            and same_places(values, seen.places)
+            and collector.repeat(seen.segment, [values[at] for at in seen.own])
+        )
 
     @staticmethod
     def _extra_tensor(collector: Collector) -> Any:

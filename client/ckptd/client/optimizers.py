@@ -14,6 +14,7 @@ beside a DTensor}.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,14 +30,42 @@ from . import optimizer_merge
 from .errors import InvalidRequest
 from .modules import ParameterName
 from .sharding import Pieces, is_tensor_leaf, pieces_of
-from .state import FROZEN, TRAINED, Collector
+from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
 from .targets import Targets
 from .tree import component, split, text_key
+from .unchanged import Look, is_plain, looks_of, same_looks
 from .values import encode
 
 Names = Mapping[int, ParameterName]
 """id of a parameter → where it was found."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class _Seen:
+    """How parameters and their state looked when they were last taken apart, and what that gave.
+
+    Attributes:
+        names: What the parameters were called; the same object as long as no module changed.
+        parameters: Group: identities of its parameters.
+        looks: Parameter that is in no module: its own.
+        trained: Parameter that is in no module: whether it requires a gradient.
+        keys: Parameter: keys of its state; None where it has none.
+        state_looks: Of all state tensors in order.
+        group_names: Group: names of its parameters.
+        held: See `_Held.as_value`.
+        segment: What was collected.
+    """
+
+    names: Names
+    parameters: list[list[int]]
+    looks: list[Look]
+    trained: list[bool]
+    keys: list[tuple[object, ...] | None]
+    state_looks: list[Look]
+    group_names: list[list[str]]
+    held: dict[str, object]
+    segment: Segment
 
 
 class TrackedOptimizer:
@@ -47,6 +76,7 @@ class TrackedOptimizer:
         self._optimizer = optimizer
         self._per_rank = per_rank
         self._group_names: dict[tuple[str, ...], Value] = {}
+        self._seen: _Seen | None = None
 
     def _parameters(self, names: Names) -> Iterator[tuple[int, torch.Tensor, str, int]]:
         """Yield group number, parameter, its name and the scope of its state."""
@@ -70,6 +100,14 @@ class TrackedOptimizer:
                     yield number, parameter, name, SCOPE_PER_RANK if self._per_rank else found.scope
                 position += 1
 
+    def tensor_names(self, names: Names) -> dict[str, str]:
+        """Return the names of the parameters' own tensors, and what their state is called here."""
+        return {
+            f"{names[id(parameter)].tracked}/{component(names[id(parameter)].name)}": name
+            for _, parameter, name, _ in self._parameters(names)
+            if id(parameter) in names
+        }
+
     def _state_name(self, parameter: str, key: str) -> str:
         return f"{self.name}/state/{component(parameter)}/{component(key)}"
 
@@ -79,14 +117,62 @@ class TrackedOptimizer:
         Raises:
             InvalidRequest: state that belongs to no parameter of a group, or cannot be stored.
         """
-        found = _Held()
+        seen = self._seen
+        if seen is None or not self._repeat(collector, seen, names):
+            self._seen = None
+            seen = self._take_apart(collector, names)
+        pairs = zip(self._optimizer.param_groups, seen.group_names, strict=True)
+        hyperparameters = [self._group(group, held, number) for number, (group, held) in enumerate(pairs)]
+        # Not compared between ranks: stages of a pipeline number other groups alike.
+        sink = functools.partial(collector.tensor, scope=SCOPE_PER_RANK)
+        whole = {"param_groups": hyperparameters, **seen.held}
+        collector.object(self.name, encode(whole, self.name, is_tensor=is_tensor_leaf, tensor=sink))
+
+    def _repeat(self, collector: Collector, seen: _Seen, names: Names) -> bool:
+        """Collect as in the save before, where parameters and state look as they did."""
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        if names is not seen.names or [list(map(id, group)) for group in groups] != seen.parameters:
+            return False
+        parameters = list(itertools.chain.from_iterable(groups))
+        # The same names mean that the modules have found their parameters unchanged just now.
+        unnamed = [parameter for parameter in parameters if id(parameter) not in names]
+        if [parameter.requires_grad for parameter in unnamed] != seen.trained:
+            return False
+        state = self._optimizer.state
+        views: list[torch.Tensor] = []
+        with_state = 0
+        for parameter, keys in zip(parameters, seen.keys, strict=True):
+            entries = state.get(parameter)
+            if entries is None and keys is None:
+                continue
+            if entries is None or tuple(entries) != keys:
+                return False
+            with_state += 1
+            views += entries.values()
+        return (
+            with_state == len(state)
+            and same_looks(unnamed, seen.looks)
+            and same_looks(views, seen.state_looks)
+            and collector.repeat(seen.segment, views)
+        )
+
+    def _take_apart(self, collector: Collector, names: Names) -> _Seen:
+        """Collect the state tensors; remembered where all are plain and stand directly under their parameter."""
+        found, mark = _Held(), collector.mark()
+        parameters: list[torch.Tensor] = []
+        values: list[Any] = []
+        keys: list[tuple[object, ...] | None] = []
         groups: list[list[str]] = [[] for _ in self._optimizer.param_groups]
         seen: set[int] = set()
         for number, parameter, name, scope in self._parameters(names):
             groups[number].append(name)
+            parameters.append(parameter)
             seen.add(id(parameter))
             group = TRAINED if parameter.requires_grad else FROZEN
-            for key, value in (self._optimizer.state.get(parameter) or {}).items():
+            entries = self._optimizer.state.get(parameter)
+            keys.append(None if entries is None else tuple(entries))
+            values += (entries or {}).values()
+            for key, value in (entries or {}).items():
                 full = self._state_name(name, key)
                 if isinstance(key, str) and is_tensor_leaf(value):
                     pieces, scope_here = found.add(name, key, pieces_of(value, full), value, parameter, scope)
@@ -100,12 +186,21 @@ class TrackedOptimizer:
                 f"{self.name}: the optimizer holds state for something that is in none of its param_groups",
                 key=self.name,
             )
-        pairs = zip(self._optimizer.param_groups, groups, strict=True)
-        hyperparameters = [self._group(group, held, number) for number, (group, held) in enumerate(pairs)]
-        # Not compared between ranks: stages of a pipeline number other groups alike.
-        sink = functools.partial(collector.tensor, scope=SCOPE_PER_RANK)
-        whole = {"param_groups": hyperparameters, **found.as_value()}
-        collector.object(self.name, encode(whole, self.name, is_tensor=is_tensor_leaf, tensor=sink))
+        plain = not found.state and all(map(is_plain, values)) and all(map(is_plain, parameters))
+        unnamed = [parameter for parameter in parameters if id(parameter) not in names]
+        made = _Seen(
+            names=names,
+            parameters=[list(map(id, group["params"])) for group in self._optimizer.param_groups],
+            looks=looks_of(unnamed) if plain else [],
+            trained=[parameter.requires_grad for parameter in unnamed],
+            keys=keys,
+            state_looks=looks_of(values) if plain else [],
+            group_names=groups,
+            held=found.as_value(),
+            segment=collector.segment(mark),
+        )
+        self._seen = made if plain else None
+        return made
 
     def _group(self, group: Mapping[str, Any], names: list[str], number: int) -> dict[str, object]:
         key = tuple(names)

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .selecting import EVERYTHING, Choice
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadStep:
@@ -38,6 +40,7 @@ class Restored:
         fell_back_from: Newer steps that were found bad, newest first.
         missing: With strict=False: what is tracked but not stored; it keeps its value.
         unexpected: With strict=False: what is stored but not tracked.
+        left_out: With `only`: what is stored and was not chosen, under the names here.
         bytes_by_tier: Where this node's bytes came from, in bytes.
         dropped: As given to restore(): tracked names that were left as they are.
     """
@@ -50,6 +53,7 @@ class Restored:
     fell_back_from: tuple[BadStep, ...] = ()
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
 
@@ -65,6 +69,7 @@ class Question:
         strict: Whether names must fit on both sides.
         rollback: Whether history may drop what is newer.
         timeout_s: Seconds.
+        chosen: What of it is taken.
         drop: Tracked names that stay as they are.
     """
 
@@ -74,4 +79,5 @@ class Question:
     strict: bool
     rollback: bool
     timeout_s: float
+    chosen: Choice = EVERYTHING
     drop: tuple[str, ...] = ()

@@ -129,7 +129,7 @@ class Restorer:
         try:
             self._check_mesh(found)
             stored = answer.stored(self._topology.place, self._topology.world)
-            restoring = self._tracking.restoring(stored, asked.state, question.drop)
+            restoring = self._tracking.restoring(stored, asked.state, question.chosen, question.drop)
             missing, unexpected = restoring.targets.check(strict=question.strict, step=found.step)
         except CkptdError as error:
             self._refuse(attachment, found.attempt, error)
@@ -171,6 +171,7 @@ class Restorer:
             ),
             missing=missing,
             unexpected=unexpected,
+            left_out=restoring.targets.left_out(),
             bytes_by_tier=fetched.bytes_by_tier,
             dropped=question.drop,
         )

@@ -25,6 +25,7 @@ from ckptd.protos.agent_pb2 import (
     StagedRequest,
 )
 
+from .audit import Auditor
 from .channel import CKPTD_VERSION
 from .config import Config
 from .copying import Copier
@@ -66,9 +67,11 @@ class Saver:
         tracking: Tracking,
         copier: Copier,
         journal: Journal,
+        auditor: Auditor,
     ) -> None:
         self._config, self._topology, self._link = config, topology, link
         self._ledger, self._tracking, self._copier, self._journal = ledger, tracking, copier, journal
+        self._auditor = auditor
         self._maps = SlotMaps()
         self._plans: dict[bytes, SlotPlan] = {}
         self._put: tuple[str, Layout] | None = None
@@ -111,6 +114,7 @@ class Saver:
         self, step: int, state: MutableMapping[str, Any] | None, metrics: Mapping[str, float], tags: Mapping[str, str]
     ) -> Capture:
         try:
+            self._auditor.at_save(state)
             collected = self._tracking.collect(state)
         except CaptureFailedError as failure:
             error = Aborted(

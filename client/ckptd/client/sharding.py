@@ -147,9 +147,10 @@ def _pieces_of_dtensor(leaf: DTensor, name: str) -> Pieces:
     return Pieces(local.dtype, shape, boxes, local)
 
 
-_PLAIN_TYPES: frozenset[type] = frozenset(
+PLAIN_TYPES: frozenset[type] = frozenset(
     {torch.Tensor, torch.nn.Parameter, *([torch.nn.Buffer] if hasattr(torch.nn, "Buffer") else [])}
 )
+"""Types whose tensors mean what their elements say."""
 
 
 def checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -160,7 +161,7 @@ def checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     kind = type(tensor)
     refusal = None
-    if kind not in _PLAIN_TYPES:
+    if kind not in PLAIN_TYPES:
         refusal = f"of the subclass {kind.__module__}.{kind.__qualname__}"
     elif tensor.is_nested:
         refusal = "nested"

@@ -15,7 +15,7 @@ import torch
 
 from ckptd.protos.agent_pb2 import BeginReply, SlotBytes
 
-from .copying import Copier
+from .copying import Copier, Destinations
 from .staging import SlotPlan, plain_bytes
 
 MESSAGE_BYTES = 2 << 20
@@ -35,9 +35,9 @@ class SlotMap:
         finally:
             os.close(handle)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._targets: dict[tuple[bytes, int], list[torch.Tensor]] = {}
+        self._targets: dict[tuple[bytes, int], Destinations] = {}
 
-    def targets(self, plan: SlotPlan, views: Sequence[torch.Tensor], data_offset: int) -> list[torch.Tensor]:
+    def targets(self, plan: SlotPlan, views: Sequence[torch.Tensor], data_offset: int) -> Destinations:
         """Return where each written row goes. Made once per plan: it takes longer than copying small tensors."""
         key = (plan.digest, data_offset)
         found = self._targets.get(key)
@@ -50,7 +50,7 @@ class SlotMap:
                 rows.append(self._bytes[begin:end].view(view.dtype).view(view.shape))
             while len(self._targets) >= _KEPT_PLANS:
                 del self._targets[next(iter(self._targets))]
-            found = self._targets[key] = rows
+            found = self._targets[key] = Destinations(rows)
         return found
 
     def write(self, offset: int, data: bytes) -> None:

@@ -52,7 +52,7 @@ class Collected:
 
     Attributes:
         layout: The rows.
-        views: Row: the tensor that holds it, of the box's shape; any strides, any device.
+        views: Row: the tensor that holds it, of the box's shape; any strides, any device, perhaps with a gradient.
         objects: Names and encoded bytes of the objects, in order. These are copies.
     """
 
@@ -99,6 +99,15 @@ class _Cut:
     objects: list[tuple[str, bytes]] = field(default_factory=list)
     names: set[str] = field(default_factory=set)
     object_names: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Segment:
+    """What one tracked thing added to a cut, without its tensors."""
+
+    rows: tuple[ShardRow, ...]
+    aliases: tuple[tuple[str, str], ...]
+    names: frozenset[str]
 
 
 class Collector:
@@ -153,6 +162,30 @@ class Collector:
             self._known[name] = known
         self._cut.rows += known.rows
         self._cut.views += pieces.views()
+
+    def mark(self) -> tuple[int, int]:
+        """Return where the cut stands, for `segment`."""
+        return len(self._cut.rows), len(self._cut.aliases)
+
+    def segment(self, mark: tuple[int, int]) -> Segment:
+        """Return what was added since `mark`."""
+        rows, aliases = tuple(self._cut.rows[mark[0] :]), tuple(self._cut.aliases[mark[1] :])
+        names = frozenset([*(row.name for row in rows), *(name for name, _ in aliases)])
+        return Segment(rows=rows, aliases=aliases, names=names)
+
+    def repeat(self, segment: Segment, views: Sequence[torch.Tensor]) -> bool:
+        """Add a segment of an earlier cut with the tensors that hold its rows now.
+
+        Returns:
+            False, and nothing is added, where a name is used already: taking the thing apart says which.
+        """
+        if len(views) != len(segment.rows) or not self._cut.names.isdisjoint(segment.names):
+            return False
+        self._cut.names |= segment.names
+        self._cut.rows += segment.rows
+        self._cut.aliases += segment.aliases
+        self._cut.views += views
+        return True
 
     def alias(self, name: str, target: str) -> None:
         """Say that `name` shares the memory of `target`, which is collected."""

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -67,6 +67,7 @@ class Targets:
         self.own_tensors: dict[tuple[int, str], torch.Tensor] = {}
         self.missing: list[str] = []
         self.mismatched: dict[str, str] = {}
+        self._dtypes_differ = False
         self._claimed: set[str] = set()
         self._claimed_objects: set[str] = set()
 
@@ -101,6 +102,8 @@ class Targets:
         here = _describe(dtype_name(pieces.dtype), pieces.global_shape)
         there = _describe(first.dtype, first.global_shape)
         if here != there:
+            are_floating = first.dtype.startswith(("float", "bfloat")) and pieces.dtype.is_floating_point
+            self._dtypes_differ |= are_floating and first.global_shape == pieces.global_shape
             return f"stored {there}, here {here}"
         if first.scope != scope:
             return f"stored as {_SCOPES[first.scope]}, here {_SCOPES[scope]}"
@@ -205,6 +208,37 @@ class Targets:
         left = (set(self.stored.rows) | set(self.stored.own_rows) | set(self.stored.aliases)) - self._claimed
         return sorted(left | (self.stored.objects - self._claimed_objects))
 
+    def takes(self, _name: str) -> bool:
+        """Say whether the thing tracked as `_name`, which is no module, is restored."""
+        return True
+
+    def object_here(self, name: str) -> str:
+        """Return the name here of a stored object."""
+        return name
+
+    def tensor_here(self, name: str) -> str:
+        """Return the name here of a stored tensor."""
+        return name
+
+    def value(self, _name: str, value: Any) -> Any:
+        """Return a decoded object as the thing tracked as `_name` takes it."""
+        return value
+
+    def left_out(self) -> tuple[str, ...]:
+        """Return what is stored and was not chosen, sorted."""
+        return ()
+
+    def finish(self) -> None:
+        """Put in place what was fetched elsewhere. Everything has been verified."""
+
+    def _way_out(self) -> str:
+        if not self.mismatched:
+            return "strict=False takes what fits"
+        # Of another mesh nothing is cast, see `selecting`.
+        return (
+            "cast=True converts between floating dtypes" if self._dtypes_differ and not self.stored.other_mesh else ""
+        )
+
     def check(self, *, strict: bool, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the missing and the unexpected names.
 
@@ -230,7 +264,7 @@ class Targets:
         raise InvalidRequest(
             f"step {step} does not fit what is tracked: {'; '.join(parts)}",
             reason=error_pb2.REASON_LAYOUT_MISMATCH,
-            hint=_hint(missing, unexpected) or ("" if self.mismatched else "strict=False takes what fits"),
+            hint=_hint(missing, unexpected) or self._way_out(),
             step=step,
             key=next(iter([*self.mismatched, *missing, *unexpected])),
             phase="restore",
@@ -266,7 +300,10 @@ def _hint(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
         length = sum(1 for _ in same)
         old, new = there[: len(there) - length], here[: len(here) - length]
         if all(name.startswith(new) and old + name.removeprefix(new) in known for name in missing):
-            return f"stored names begin with {old!r}, those here with {new!r}: wrapped or tracked differently?"
+            return (
+                f"stored names begin with {old!r}, those here with {new!r}: wrapped or tracked differently? "
+                f"names={{{old!r}: {new!r}}} maps them"
+            )
     return ""
 
 

@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 
 from . import rng
 from .errors import CkptdError, InvalidRequest
-from .modules import TrackedModule
+from .generators import Generator, TrackedGenerator
+from .modules import SeenModule, TrackedModule
 from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizers import Names, TrackedOptimizer, parameter_names
 from .resharding import Gathered, ReshardHook, decoded
+from .selecting import EVERYTHING, Choice, ChosenTargets
 from .sharding import PerRank, Sharded
 from .state import Collected, Collector
 from .stored import Stored
@@ -30,7 +32,7 @@ from .tree import component
 
 log = logging.getLogger("ckptd.client")
 
-Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | PerRank
+Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | Generator | PerRank
 """What `track` takes."""
 
 _Other: TypeAlias = TrackedStateful | TrackedValue | TrackedRng
@@ -73,10 +75,14 @@ class _Things:
             self.modules.append(TrackedModule(name, thing, per_rank=per_rank))
         elif isinstance(thing, Optimizer):
             self.optimizers.append(TrackedOptimizer(name, thing, per_rank=per_rank))
+        elif isinstance(thing, Generator):
+            self.others.append(TrackedGenerator(name, thing))
         elif isinstance(thing, Stateful) and not isinstance(thing, type | Sharded):
             self.others.append(TrackedStateful(name, thing, per_rank=per_rank))
         else:
             return False
+        # Stable: generators come last, since loading the others may draw from them.
+        self.others.sort(key=lambda other: isinstance(other, TrackedGenerator))
         return True
 
     def names(self) -> set[str]:
@@ -128,9 +134,11 @@ class Tracking:
         self._things = _Things()
         self._collector = Collector(per_rank)
         self._taken: set[str] = set()
+        self._given: dict[str, object] = {}
         self._hooks: dict[str, Hook] = {}
         self._reshard: dict[str, ReshardHook] = {}
         self._rng = TrackedRng()
+        self._seen: tuple[list[SeenModule | None], Names] = ([], {})
 
     def add(self, name: str, thing: object) -> None:
         """Track `thing` as `name` from now on.
@@ -142,11 +150,20 @@ class Tracking:
         if not self._things.add(quoted, thing):
             raise InvalidRequest(
                 f"{name}: a {type(thing).__qualname__} cannot be tracked",
-                hint="track a module, a list of modules, an optimizer, or an object with state_dict() and "
+                hint="track a module, a list of modules, an optimizer, a generator, or an object with state_dict() and "
                 "load_state_dict(); pass plain values to save(step, state) and restore_into(state)",
                 key=name,
             )
         self._taken.add(quoted)
+        self._given[quoted] = thing
+
+    def given(self, state: Mapping[str, Any] | None) -> dict[str, object]:
+        """Return what is tracked, and the values of a state that the caller keeps, by name."""
+        return {**self._given, **{component(key): value for key, value in (state or {}).items()}}
+
+    def scope_of(self, name: str, leaf: object, default: int) -> int:
+        """Return the scope of a tensor, see `Collector.scope_of`."""
+        return self._collector.scope_of(name, leaf, default)
 
     def on_load(self, name: str, hook: Hook) -> None:
         """Let `hook` change the stored value of `name` before it is loaded."""
@@ -169,7 +186,7 @@ class Tracking:
         for module in things.modules:
             with _blamed(module.name):
                 module.collect(collector)
-        names = self._parameter_names(things)
+        names = self._names_after_collecting(things)
         for optimizer in things.optimizers:
             with _blamed(optimizer.name):
                 optimizer.collect(collector, names)
@@ -178,32 +195,56 @@ class Tracking:
                 other.collect(collector)
         return collector.finish()
 
+    def _names_after_collecting(self, things: _Things) -> Names:
+        """Return the same names, as the same object, where no module has changed since the save before."""
+        seen = [module.seen for module in things.modules]
+        if None in seen or seen != self._seen[0] or not things.optimizers:
+            self._seen = (seen, self._parameter_names(things))
+        return self._seen[1]
+
     def _parameter_names(self, things: _Things) -> Names:
         if not things.optimizers:
             return {}
         return parameter_names(pair for module in things.modules for pair in module.parameter_names(self._collector))
 
-    def restoring(self, stored: Stored, state: MutableMapping[str, Any] | None, drop: Sequence[str] = ()) -> Restoring:
+    def restoring(
+        self,
+        stored: Stored,
+        state: MutableMapping[str, Any] | None,
+        chosen: Choice = EVERYTHING,
+        drop: Sequence[str] = (),
+    ) -> Restoring:
         """Compare what is stored with what is tracked, but for what is dropped; see `Restoring`.
 
         Raises:
-            InvalidRequest: `drop` names what is not tracked.
+            InvalidRequest: `drop` names what is not tracked, or the choice does not fit, see `ChosenTargets`.
         """
         things = self._things.with_state(state, self._taken)
         names = self._parameter_names(things)
         dropped = {component(name) if name != rng.NAME else name for name in drop}
-        kept = things.without(dropped)
         unknown = sorted(dropped - things.names() - {rng.NAME})
         if unknown:
             raise InvalidRequest(f"drop: {', '.join(unknown)} is not tracked", key=unknown[0], phase="restore")
         return Restoring(
-            Targets(stored, self._collector.scope_of),
-            things=kept,
+            self._targets(stored, things, names, chosen),
+            things=things.without(dropped),
             generators=None if rng.NAME in dropped else self._rng,
             names=names,
             hooks=self._hooks,
             reshard=self._reshard,
             dropped=dropped,
+        )
+
+    def _targets(self, stored: Stored, things: _Things, names: Names, chosen: Choice) -> Targets:
+        if chosen.is_everything:
+            return Targets(stored, self._collector.scope_of)
+        return ChosenTargets(
+            stored,
+            self._collector.scope_of,
+            chosen=chosen,
+            modules=[module.name for module in things.modules],
+            others=[other.name for other in [*things.others, self._rng]],
+            optimizers={optimizer.name: optimizer.tensor_names(names) for optimizer in things.optimizers},
         )
 
 
@@ -221,16 +262,18 @@ class Restoring:
         reshard: Mapping[str, ReshardHook],
         dropped: AbstractSet[str],
     ) -> None:
-        self._things, self._names, self._hooks, self._reshard = things, names, hooks, reshard
-        self._others = [*things.others, *([generators] if generators is not None else [])]
+        self._modules, self._names, self._hooks, self._reshard = things.modules, names, hooks, reshard
+        others = [*things.others, *([generators] if generators is not None else [])]
+        self._optimizers = [optimizer for optimizer in things.optimizers if targets.takes(optimizer.name)]
+        self._others = [other for other in others if targets.takes(other.name)]
         self._values: dict[str, Any] = {}
         self.targets = targets
         stored = targets.stored
         for name in dropped:
             targets.drop(name)
-        for module in things.modules:
+        for module in self._modules:
             module.prepare(stored, self.targets)
-        for optimizer in things.optimizers:
+        for optimizer in self._optimizers:
             optimizer.prepare(stored, self.targets, names)
         for other in self._others:
             other.prepare(stored, self.targets)
@@ -246,19 +289,22 @@ class Restoring:
         """
         elsewhere = self.targets.stored.elsewhere
         if elsewhere is None:
-            values = {name: decoded(name, data, self._tensor) for (name, _), data in objects.items()}
+            values: dict[str, Any] = {}
+            for (stored_name, _), data in objects.items():
+                name = self.targets.object_here(stored_name)
+                values[name] = self.targets.value(name, decoded(stored_name, data, self._tensor))
         else:
             gathered = Gathered(elsewhere, self.targets, objects)
             values = {name: self._gathered(name, gathered) for name in gathered.names}
         for name, value in values.items():
             hook = self._hooks.get(name)
             self._values[name] = hook(value) if hook is not None else value
-        for optimizer in self._things.optimizers:
+        for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)
 
     def _gathered(self, name: str, gathered: Gathered) -> Any:
-        for optimizer in self._things.optimizers:
+        for optimizer in self._optimizers:
             if optimizer.name == name:
                 return optimizer.merged(list(gathered.values(name, lenient=True).values()), self._names)
         hook, elsewhere = self._reshard.get(name), gathered.elsewhere
@@ -274,15 +320,17 @@ class Restoring:
         return gathered.one(name, hook=hook, is_per_rank=is_per_rank and name != rng.NAME)
 
     def _tensor(self, name: str) -> object:
-        if name not in self.targets.tensors:
+        here = self.targets.tensor_here(name)
+        if here not in self.targets.tensors:
             raise ValueError(f"it refers to a tensor {name!r} that is not stored")
-        return self.targets.tensors[name]
+        return self.targets.tensors[here]
 
     def load(self) -> None:
         """Give everything its state; tensors are filled already. What was not fetched stays as it is."""
-        for module in self._things.modules:
+        self.targets.finish()
+        for module in self._modules:
             module.load(self._values.get(module.name))
-        for optimizer in self._things.optimizers:
+        for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names)
         for other in self._others:

@@ -203,7 +203,7 @@ def unfinished(step: StepId, claim: Claim | None, nodes: Collection[str]) -> tup
         text = f"step {number}: all indexes are there, but no record lists it"
         return StepState.UNCOMMITTED, make_error(error_pb2.REASON_ABORTED, text, step=number)
     parts = [
-        f"rank{'s' if len(node.ranks) > 1 else ''} {_ranges(node.ranks)} (node {node.node}, {node.hostname})"
+        f"rank{'s' if len(node.ranks) > 1 else ''} {ranges_text(node.ranks)} (node {node.node}, {node.hostname})"
         for node in missing
     ]
     ranks = [rank for node in missing for rank in node.ranks]
@@ -212,7 +212,7 @@ def unfinished(step: StepId, claim: Claim | None, nodes: Collection[str]) -> tup
     return StepState.INCOMPLETE, make_error(reason, text, step=number, ranks=ranks, node=missing[0].node)
 
 
-def _ranges(ranks: Iterable[int]) -> str:
+def ranges_text(ranks: Iterable[int]) -> str:
     """Return ranks in short, e.g. "0-3, 8"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import blake3
+import numpy as np
 
+from ckptd.daemon.columns import Boxes, Columns, Ints, boxes_of, columns_of, untiled
 from ckptd.daemon.coverage import tiling
 from ckptd.daemon.errors import PlanError, make_error
 from ckptd.protos import error_pb2, shard_table, snapshot_pb2
@@ -21,6 +23,7 @@ from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import ShardTable
 
 _HINT = "data that differs between ranks under one name must be declared with PerRank or Sharded"
+_MAX_BYTES = 1 << 62
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -52,6 +55,62 @@ def plan(layouts: Mapping[int, ShardTable], layout_digests: Mapping[int, bytes])
         PlanError: LAYOUT_MISMATCH (one name with two shapes or dtypes, one box twice on a rank) or COVERAGE (a hole
             or an overlap); names tensor and ranks.
     """
+    writers = writers_by_columns(layouts)
+    if writers is None:
+        writers = writers_by_rows(layouts)
+    return Plan(digest=plan_digest(layout_digests), writers=writers)
+
+
+def writers_by_columns(layouts: Mapping[int, ShardTable]) -> dict[int, list[int]] | None:
+    """Return the writers by arithmetic on whole columns, or None where anything has to be said about the layouts."""
+    rows = columns_of(layouts)
+    boxes = None if rows is None else boxes_of(rows)
+    if rows is None or boxes is None or float(rows.nbytes.sum(dtype=np.float64)) >= _MAX_BYTES:
+        return None
+    is_global = rows.scope[boxes.head] != snapshot_pb2.SCOPE_PER_RANK
+    odd = untiled(rows, boxes.head[is_global])
+    if odd is None or not all(_is_tiled(rows, boxes, name) for name in odd):
+        return None
+    holders = np.diff(boxes.begins)
+    nbytes = rows.nbytes[boxes.head]
+    load: Ints = np.zeros(len(layouts), dtype=np.int64)
+    own = ~is_global[boxes.box]
+    np.add.at(load, rows.rank[own], rows.nbytes[own])
+    chosen = rows.rank[boxes.head]
+    sole = is_global & (holders == 1)
+    np.add.at(load, chosen[sole], nbytes[sole])
+    shared = np.flatnonzero(is_global & (holders > 1)).tolist()
+    shared.sort(key=lambda box: (-int(nbytes[box]), *_place(rows, int(boxes.head[box]))))
+    for box in shared:
+        ranks = rows.rank[boxes.order[boxes.begins[box] : boxes.begins[box + 1]]]
+        writer = ranks[load[ranks].argmin()]  # ranks ascend, and the first of equals is taken
+        chosen[box] = writer
+        load[writer] += nbytes[box]
+    numbers = np.array(sorted(layouts), dtype=np.int64)
+    writer_of = numbers[np.where(own, rows.rank, chosen[boxes.box])].tolist()
+    begins = rows.begins.tolist()
+    return {
+        rank: writer_of[begin:end] for rank, begin, end in zip(sorted(layouts), begins[:-1], begins[1:], strict=True)
+    }
+
+
+def _place(rows: Columns, row: int) -> tuple[str, Box]:
+    dims = int(rows.ndim[row])
+    return rows.names[int(rows.name[row])], (
+        tuple(rows.offset[:dims, row].tolist()),
+        tuple(rows.length[:dims, row].tolist()),
+    )
+
+
+def _is_tiled(rows: Columns, boxes: Boxes, name: int) -> bool:
+    """Whether the boxes of a tensor that are no grid tile it."""
+    heads = boxes.head[rows.name[boxes.head] == name].tolist()
+    shape = tuple(rows.shape[: int(rows.ndim[heads[0]]), heads[0]].tolist())
+    return tiling(rows.names[name], shape, {_place(rows, row)[1]: () for row in heads}) is None
+
+
+def writers_by_rows(layouts: Mapping[int, ShardTable]) -> dict[int, list[int]]:
+    """Return the writers, one row after the other: slower, and the error names what is wrong first."""
     rows = {rank: list(shard_table.iter_rows(layouts[rank])) for rank in sorted(layouts)}
     holders: dict[str, dict[Box, list[int]]] = {}
     first: dict[str, tuple[int, ShardRow]] = {}
@@ -78,11 +137,10 @@ def plan(layouts: Mapping[int, ShardTable], layout_digests: Mapping[int, bytes])
             wrong.phase, wrong.hint = "begin", wrong.hint or _HINT
             raise PlanError(wrong)
     chosen = _balanced(rows, holders)
-    writers = {
+    return {
         rank: [rank if row.scope == snapshot_pb2.SCOPE_PER_RANK else chosen[(row.name, row.box)] for row in table]
         for rank, table in rows.items()
     }
-    return Plan(digest=plan_digest(layout_digests), writers=writers)
 
 
 def _balanced(

@@ -20,6 +20,7 @@ from ckptd.daemon import keys, rpc
 from ckptd.daemon.coordinator import Coordinator, effects
 from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.failpoints import failpoint
+from ckptd.daemon.liveness import ask_run
 from ckptd.daemon.log_writer import put_once
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import coordinator_pb2_grpc, error_pb2, shard_table
@@ -39,7 +40,6 @@ from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound
 
 TICK_S = 0.5
-PROBE_TIMEOUT_S = 3.0
 PLAN_PART_ROWS = 65_536
 Context: TypeAlias = Any
 """grpc.aio.ServicerContext; grpc has no types."""
@@ -162,7 +162,7 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
         operation = effect.operation
         try:
             if isinstance(operation, effects.Probe):
-                result: Any = await self._probe(operation)
+                result: Any = await ask_run(operation.claim)
             elif isinstance(operation, effects.GetMany):
                 gets = [loop.run_in_executor(self._threads, self._get, key) for key in operation.keys]
                 result = await asyncio.gather(*gets)
@@ -194,23 +194,6 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
             return self._store.get(key)
         except NotFound:
             return None
-
-    async def _probe(self, operation: effects.Probe) -> tuple[str, int] | None:
-        """Ask the coordinator of an older claim; trust only the certificate that claim names."""
-        claim = operation.claim
-        loop = asyncio.get_running_loop()
-        try:
-            shown = await loop.run_in_executor(
-                self._threads, lambda: rpc.shown_certificate(claim.endpoint, timeout_s=PROBE_TIMEOUT_S)
-            )
-            if rpc.certificate_sha256(shown) != claim.certificate_sha256:
-                return None
-            async with rpc.pinned_channel(claim.endpoint, shown) as channel:
-                stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
-                answer: PingReply = await stub.Ping(PingRequest(), timeout=PROBE_TIMEOUT_S)
-        except (OSError, ValueError, grpc.aio.AioRpcError):
-            return None
-        return answer.run_id, answer.live_ranks
 
     # ------------------------------------------------------------ the service
 

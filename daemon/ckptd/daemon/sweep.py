@@ -95,7 +95,7 @@ def require_settled(newest: NewestRecord, view: LogView) -> None:
         raise SweepStoppedError.of(
             f"timeline {highest} was claimed after the newest record, {newest.key}, and has written no record yet: "
             "the job is restarting, or died while it did",
-            hint="run it again when the job has started; a job that will never start again must be started once",
+            hint="run it again when the job has started; if it never will, say --claim",
         )
 
 

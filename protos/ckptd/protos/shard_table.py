@@ -8,7 +8,7 @@ tables are arranged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import blake3
@@ -20,6 +20,9 @@ from ckptd.protos.snapshot_pb2 import ShardTable
 PART_ROWS = 8192
 """Rows a part holds at most; with PART_NAME_BYTES it keeps parts below the 4 MiB of a default gRPC message."""
 PART_NAME_BYTES = 1 << 20
+
+_PER_ROW = ("ndim", "scope", "nbytes", "group")
+_PER_DIMENSION = ("global_shape", "box_offset", "box_length")
 
 U64 = npt.NDArray[np.uint64]
 
@@ -137,15 +140,20 @@ def split(table: ShardTable, *, rows: int = PART_ROWS, name_bytes: int = PART_NA
     if not row_count(table):
         yield ShardTable()
         return
-    held: list[ShardRow] = []
-    size = 0
-    for row in iter_rows(table):
-        if held and (len(held) >= rows or size >= name_bytes):
-            yield build(held)
-            held, size = [], 0
-        held.append(row)
-        size += len(row.name) + 24 * len(row.global_shape)
-    yield build(held)
+    check(table)
+    lengths = np.array([len(name) for name in table.names], dtype=np.int64)
+    name = np.asarray(table.name, dtype=np.int64)
+    ndim = np.asarray(table.ndim, dtype=np.int64)
+    sizes = np.concatenate([[0], np.cumsum(lengths[name] + 24 * ndim)])
+    wide = np.concatenate([[0], np.cumsum(ndim)])
+    begin = 0
+    while begin < len(name):
+        full = int(np.searchsorted(sizes, sizes[begin] + name_bytes))
+        end = min(max(begin + 1, min(begin + rows, full)), len(name))
+        part = ShardTable()
+        _take(part, table, slice(begin, end), slice(int(wide[begin]), int(wide[end])))
+        yield part
+        begin = end
 
 
 def concat(parts: Iterable[ShardTable]) -> ShardTable:
@@ -154,4 +162,40 @@ def concat(parts: Iterable[ShardTable]) -> ShardTable:
     Raises:
         ValueError: the columns of a part do not fit together.
     """
-    return build(row for part in parts for row in iter_rows(part))
+    whole = ShardTable()
+    names: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    for part in parts:
+        check(part)
+        whole.name.extend(_renumbered(part.name, part.names, names))
+        whole.dtype.extend(_renumbered(part.dtype, part.dtypes, dtypes))
+        for column in (*_PER_ROW, *_PER_DIMENSION):
+            getattr(whole, column).MergeFrom(getattr(part, column))
+    whole.names.extend(names)
+    whole.dtypes.extend(dtypes)
+    return whole
+
+
+def _take(part: ShardTable, table: ShardTable, rows: slice, wide: slice) -> None:
+    """Fill `part` with consecutive rows of `table`, and the names they use in the order of their first use."""
+    names: dict[str, int] = {}
+    dtypes: dict[str, int] = {}
+    part.name.extend(_renumbered(table.name[rows], table.names, names))
+    part.dtype.extend(_renumbered(table.dtype[rows], table.dtypes, dtypes))
+    for column in _PER_ROW:
+        getattr(part, column).extend(getattr(table, column)[rows])
+    for column in _PER_DIMENSION:
+        getattr(part, column).extend(getattr(table, column)[wide])
+    part.names.extend(names)
+    part.dtypes.extend(dtypes)
+
+
+def _renumbered(column: Sequence[int], texts: Sequence[str], known: dict[str, int]) -> list[int]:
+    """Return the column with positions in `known`, to which the texts it uses are added in the order of first use."""
+    positions = np.asarray(column, dtype=np.int64)
+    used, first = np.unique(positions, return_index=True)
+    place = np.zeros(len(texts), dtype=np.int64)
+    for at in used[np.argsort(first)].tolist():
+        place[at] = known.setdefault(texts[at], len(known))
+    renumbered: list[int] = place[positions].tolist()
+    return renumbered

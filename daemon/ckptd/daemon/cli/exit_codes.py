@@ -32,6 +32,8 @@ class ExitCode(IntEnum):
     """A newer run has taken over: do not start this one again."""
     UNKNOWN_OUTCOME = 8
     """It may have happened or not: ask before repeating."""
+    DIFFERENT = 9
+    """Two steps were compared and are not equal."""
 
 
 _BY_REASON: dict[Reason.ValueType, ExitCode] = {

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 from google.protobuf import json_format
 
-from ckptd.daemon.catalog import Catalog, CatalogStep, StepState, read_catalog
+from ckptd.daemon.catalog import Catalog, CatalogStep, StepState, ranges_text, read_catalog
 from ckptd.daemon.cli.exit_codes import ExitCode
-from ckptd.daemon.cli.root import Driver, Json, Root, Step, note, opened, print_json, size_text
+from ckptd.daemon.cli.root import Driver, Json, Root, Step, note, opened, print_json, print_table, size_text
 from ckptd.daemon.log_reader import read_committed
-from ckptd.protos.snapshot_pb2 import Committed
+from ckptd.daemon.stored_step import StoredStep, dropped_or_corrupt, read_stored_step
+from ckptd.daemon.tensors import StoredTensor, TensorKey, stored_tensors
+from ckptd.protos.snapshot_pb2 import SCOPE_PER_RANK, Committed
 
 _CODES = {
     StepState.COMMITTED: ExitCode.GOOD,
@@ -22,11 +25,24 @@ _CODES = {
 }
 
 
-def show(root: Root, step: Step = None, *, json: Json = False, driver: Driver = "auto") -> None:
+def show(
+    root: Root,
+    step: Step = None,
+    *,
+    tensors: Annotated[bool, typer.Option("--tensors", "-t", help="List the step's tensors instead.")] = False,
+    json: Json = False,
+    driver: Driver = "auto",
+) -> None:
     """Show a step: what was saved, by whom, what it refers to, or what it lacks. From the store alone.
 
-    Exits with 3 when the step is not committed, 4 when it is quarantined, 5 when there is none.
+    With --tensors: every tensor by its global name with dtype, shape, shards, bytes and ranks, from the indexes; no tensor
+    bytes are read. Exits with 3 when the step is not committed, 4 when it is quarantined, 5 when there is none.
     """
+    if tensors:
+        with opened(root, driver) as store, dropped_or_corrupt(store, step):
+            stored = read_stored_step(store, step)
+        _show_tensors(root, stored, json=json)
+        return
     with opened(root, driver) as store:
         catalog = read_catalog(store)
         found = catalog.step(step)
@@ -41,6 +57,48 @@ def show(root: Root, step: Step = None, *, json: Json = False, driver: Driver = 
         for name, value in _as_lines(catalog, found, commit):
             typer.echo(f"{typer.style(f'{name:<13}', bold=True) if sys.stdout.isatty() else f'{name:<13}'} {value}")
     raise typer.Exit(_CODES[found.state])
+
+
+def _show_tensors(root: str, step: StoredStep, *, json: bool) -> None:
+    found = stored_tensors(step.sections, tuple(step.commit.mesh.axes))
+    if json:
+        print_json(
+            {
+                "root": root,
+                "job": step.job.job,
+                "step": step.id.step,
+                "timeline": str(step.id.timeline),
+                "tensors": [_tensor_json(key, tensor) for key, tensor in found.items()],
+            }
+        )
+        return
+    rows = [_tensor_row(key, tensor) for key, tensor in found.items()]
+    print_table(["tensor", "dtype", "shape", "shards", "bytes", "ranks", "note"], rows)
+
+
+def _tensor_json(key: TensorKey, tensor: StoredTensor) -> dict[str, object]:
+    shown: dict[str, object] = {
+        "name": key.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "shards": len(tensor.boxes),
+        "bytes": tensor.nbytes,
+        "ranks": tensor.ranks,
+    }
+    if tensor.scope == SCOPE_PER_RANK:
+        shown["coordinate"] = dict(key.coordinate)
+    if tensor.alias_of:
+        shown["alias_of"] = tensor.alias_of
+    return shown
+
+
+def _tensor_row(key: TensorKey, tensor: StoredTensor) -> list[str]:
+    where = ", ".join(f"{axis} {at}" for axis, at in key.coordinate)
+    notes = [f"tied to {tensor.alias_of}" if tensor.alias_of else "", f"own of {where}" if where else ""]
+    shape = f"[{', '.join(map(str, tensor.shape))}]"
+    ranks = ranges_text(tensor.ranks)
+    note_text = "; ".join(filter(None, notes))
+    return [key.name, tensor.dtype, shape, str(len(tensor.boxes)), str(tensor.nbytes), ranks, note_text]
 
 
 def _as_json(root: str, catalog: Catalog, step: CatalogStep, commit: Committed | None) -> dict[str, object]:

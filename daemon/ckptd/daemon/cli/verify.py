@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from ckptd.daemon.catalog import Catalog, CatalogStep, StepState, read_catalog
 from ckptd.daemon.cli.exit_codes import ExitCode
+from ckptd.daemon.cli.progress import bytes_bar
 from ckptd.daemon.cli.root import Driver, Json, Root, Step, note, opened, print_json, size_text
 from ckptd.daemon.errors import NotFoundError
 from ckptd.daemon.verify import READERS, Proved, StepReport, Verdict, verify_step
@@ -40,7 +37,7 @@ def verify(
     """
     if every and step is not None:
         raise typer.BadParameter("say a STEP or --all, not both")
-    with opened(root, driver) as store, _progress() as progress:
+    with opened(root, driver) as store, bytes_bar("proved") as progress:
         catalog = read_catalog(store)
         wanted = [s for s in catalog.steps if s.state is StepState.COMMITTED] if every else [catalog.step(step)]
         if not wanted:
@@ -93,14 +90,3 @@ def _print(step: CatalogStep, report: StepReport) -> None:
     typer.echo(f"{head}{quarantined}: {report.objects} objects, {size_text(report.nbytes)} proved")
     for bad in report.bad:
         typer.echo(f"  {bad.key}: {bad.what}")
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int], None] | None]:
-    if not sys.stderr.isatty():
-        yield None
-        return
-    columns = (TextColumn("proved"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda nbytes: bar.advance(task, nbytes)

@@ -1,0 +1,267 @@
+"""What of a step a restore takes: chosen names only, under other names, cast where that was asked.
+
+Owns: the caller's choice, and targets that follow it. Does not own: comparing (`targets`) or names (`mapping`).
+Invariant: what is not chosen is not touched, and nothing is cast before all bytes were verified.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptd.protos import error_pb2
+from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL
+
+from .errors import InvalidRequest
+from .mapping import Names, RenamedStored, Renaming
+from .sharding import Pieces, dtype_of, pieces_of
+from .stored import Stored
+from .targets import Targets
+from .tree import component
+
+_WILD = frozenset("*?[")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """What a restore takes; everything under its own name and dtype by default.
+
+    Attributes:
+        only: Names, beginnings or patterns; None for everything.
+        names: The rule from stored names to names here, or None.
+        cast: Whether floating dtypes may differ.
+    """
+
+    only: tuple[str, ...] | None = None
+    names: Renaming | None = None
+    cast: bool = False
+
+    @property
+    def is_everything(self) -> bool:
+        """Whether nothing was chosen."""
+        return self.only is None and self.names is None and not self.cast
+
+    def takes(self, name: str) -> bool:
+        """Say whether `name` is chosen."""
+        return self.only is None or any(_matches(name, pattern) for pattern in self.only)
+
+    def takes_whole(self, name: str) -> bool:
+        """Say whether the thing tracked as `name` is chosen, as a whole."""
+        return self.takes(name) or f"{name}/" in (self.only or ()) or f"{name}/*" in (self.only or ())
+
+    def reaches(self, name: str) -> bool:
+        """Say whether something of the module tracked as `name` may be chosen."""
+        return self.takes_whole(name) or any(
+            pattern.startswith(f"{name}/") or _WILD & set(pattern) for pattern in self.only or ()
+        )
+
+
+EVERYTHING = Choice()
+
+
+def choice(only: str | Iterable[str] | None, names: Names | None, *, cast: bool) -> Choice:
+    """Return the checked choice.
+
+    Raises:
+        InvalidRequest: nothing can be chosen so.
+    """
+    patterns: tuple[str, ...] | None = None
+    if only is not None:
+        patterns = (only,) if isinstance(only, str) else tuple(only)
+        if not patterns or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+            raise InvalidRequest(
+                f"only={only!r} names nothing", hint='write only=["model"], or leave it out', key="only"
+            )
+    return Choice(only=patterns, names=None if names is None else Renaming(names), cast=bool(cast))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if _WILD & set(pattern):
+        return fnmatch.fnmatchcase(name, pattern)
+    if not name.startswith(pattern):
+        return False
+    return len(name) == len(pattern) or pattern[-1] in "/." or name[len(pattern)] in "/."
+
+
+class ChosenTargets(Targets):
+    """Targets of a choice.
+
+    Args:
+        stored: What is there.
+        scope_of: The collector's rule.
+        chosen: The choice.
+        modules: Names of the modules tracked here.
+        others: Names of everything else tracked here but optimizers.
+        optimizers: Optimizers tracked here, see `RenamedStored`.
+
+    Raises:
+        InvalidRequest: the choice names nothing tracked here, a part of what is restored whole, or two names become
+            one; or the step is of another mesh.
+    """
+
+    def __init__(
+        self,
+        stored: Stored,
+        scope_of: Callable[[str, object, int], int],
+        *,
+        chosen: Choice,
+        modules: Iterable[str],
+        others: Iterable[str],
+        optimizers: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        if stored.elsewhere is not None:
+            # A part of each rank's own under other names would need every rank's rule for what nobody asks for.
+            raise InvalidRequest(
+                f"step {stored.elsewhere.step} was saved on another mesh: only=, names= and cast= need the mesh that saved",
+                reason=error_pb2.REASON_LAYOUT_MISMATCH,
+                hint="restore everything under its own names here (drop= leaves out tracked things), or restore the part "
+                "on the mesh that saved",
+                step=stored.elsewhere.step,
+                phase="restore",
+            )
+        self._renamed = None if chosen.names is None else RenamedStored(stored, chosen.names, optimizers)
+        super().__init__(self._renamed or stored, scope_of)
+        self._chosen = chosen
+        self._modules, self._optimizers = frozenset(modules), frozenset(optimizers)
+        self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._cast_from: dict[int, torch.dtype] = {}
+        for pattern in chosen.only or ():
+            _check_pattern(pattern, self._modules, self._optimizers | frozenset(others))
+
+    def takes(self, name: str) -> bool:
+        """Say whether the thing tracked as `name`, which is no module, is restored."""
+        return self._chosen.takes_whole(name)
+
+    def fill(self, name: str, leaf: object, *, scope: int = SCOPE_GLOBAL) -> None:
+        """Ask for a live tensor to be filled in place, if it is chosen."""
+        if self._is_chosen(name):
+            super().fill(name, leaf, scope=scope)
+
+    def _is_chosen(self, name: str) -> bool:
+        top = name.split("/", 1)[0]
+        return self._chosen.takes(name) or (self._chosen.takes_whole(top))
+
+    def tie(self, name: str, owner: str) -> None:
+        """Say that `name` shares the memory of `owner`: both are chosen, or none.
+
+        Raises:
+            InvalidRequest: one of them is.
+        """
+        taken = self._is_chosen(name)
+        if taken != self._is_chosen(owner):
+            raise InvalidRequest(
+                f"only: {name} shares memory with {owner}, and one of them is chosen",
+                hint="name both or none of them",
+                key=name,
+                phase="restore",
+            )
+        if taken:
+            super().tie(name, owner)
+
+    def fresh(
+        self, name: str, *, like: torch.Tensor | None = None, device: torch.device | None = None
+    ) -> torch.Tensor | None:
+        """Ask for a stored tensor for which nothing stands yet, in its parameter's dtype where that is cast."""
+        if not self._chosen.reaches(name.split("/", 1)[0]):
+            return None
+        first = self.stored.rows[name][0]
+        if like is None or not self._cast_from or first.global_shape != tuple(like.shape):
+            return super().fresh(name, like=like, device=device)
+        if self._cast_from.get(pieces_of(like, name).local.data_ptr()) != dtype_of(first.dtype):
+            return super().fresh(name, like=like, device=device)
+        self._claimed.add(name)
+        with torch.no_grad():
+            made = torch.empty_like(like, requires_grad=False)
+        if self._fits(name, name, pieces_of(made, name), first.scope):
+            self._want(name, pieces_of(made, name))
+        self.tensors[name] = made
+        return made
+
+    def object(self, name: str) -> None:
+        """Ask for an object."""
+        is_part = name in self._modules and not self._chosen.takes_whole(name)
+        if is_part and (name not in self.stored.objects or not self._chosen.reaches(name)):
+            return  # else its extra state is read, and what is not chosen left out when it was decoded
+        before = len(self.objects)
+        super().object(name)
+        if self._renamed is not None and len(self.objects) > before:
+            self.objects[-1] = (self._renamed.object_sources[name], None)
+
+    def object_here(self, name: str) -> str:
+        """Return the name here of a stored object."""
+        return name if self._renamed is None else self._renamed.objects_here[name]
+
+    def tensor_here(self, name: str) -> str:
+        """Return the name here of a stored tensor."""
+        return name if self._renamed is None else self._renamed.tensors_here.get(name, name)
+
+    def value(self, name: str, value: Any) -> Any:
+        """Return a decoded object with the names here, without what is not chosen."""
+        if self._renamed is not None and name in self._optimizers:
+            return self._renamed.optimizer_value(name, value)
+        if name in self._modules:
+            if self._renamed is not None:
+                value = self._renamed.module_value(name, value)
+            if isinstance(value, dict):
+                return {key: item for key, item in value.items() if self._is_chosen(f"{name}/{component(key)}")}
+        return value
+
+    def unexpected(self) -> list[str]:
+        """Return what is stored, chosen, and was not asked for, sorted."""
+        return [name for name in super().unexpected() if self._is_chosen(name)]
+
+    def left_out(self) -> tuple[str, ...]:
+        """Return what is stored and not chosen, sorted."""
+        return tuple(name for name in super().unexpected() if not self._is_chosen(name))
+
+    def _as_stored(self, source: str, pieces: Pieces) -> Pieces:
+        stored = dtype_of(self.stored.rows[source][0].dtype)
+        if not self._chosen.cast or stored == pieces.dtype:
+            return pieces
+        if not (stored.is_floating_point and pieces.dtype.is_floating_point):
+            return pieces  # stays a difference
+        return Pieces(stored, pieces.global_shape, pieces.boxes, pieces.local)
+
+    def _difference(self, source: str, pieces: Pieces, scope: int) -> str | None:
+        return super()._difference(source, self._as_stored(source, pieces), scope)
+
+    def _want(self, source: str, pieces: Pieces) -> None:
+        asked = self._as_stored(source, pieces)
+        if asked is not pieces:
+            made = torch.empty(pieces.local.shape, dtype=asked.dtype, device=pieces.local.device)
+            asked = Pieces(asked.dtype, asked.global_shape, asked.boxes, made)
+            self._casts += zip(pieces.views(), asked.views(), strict=True)
+            self._cast_from[pieces.local.data_ptr()] = asked.dtype
+        super()._want(source, asked)
+
+    def finish(self) -> None:
+        """Cast what was fetched into its place. Everything has been verified."""
+        with torch.no_grad():
+            for live, fetched in self._casts:
+                live.copy_(fetched)
+        self._casts.clear()
+
+
+def _check_pattern(pattern: str, modules: frozenset[str], wholes: frozenset[str]) -> None:
+    head, _, rest = pattern.partition("/")
+    if _WILD & set(head):
+        return
+    top = next((name for name in (pattern, head) if name in modules | wholes), None)
+    if top is None:
+        raise InvalidRequest(
+            f"only: nothing is tracked as {head!r}",
+            hint=f"tracked are {', '.join(sorted(modules | wholes))}",
+            key=pattern,
+            phase="restore",
+        )
+    if top in wholes and rest not in ("", "*"):
+        raise InvalidRequest(
+            f"only: {pattern!r} is a part of {top!r}, which is restored as a whole or not at all",
+            hint=f"choose {top!r}; tensors of modules can be chosen singly",
+            key=pattern,
+            phase="restore",
+        )
