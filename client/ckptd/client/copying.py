@@ -20,21 +20,51 @@ _THREADED = 32 << 20
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
+def _raw_dtypes() -> frozenset[torch.dtype]:
+    # torch cannot copy numbers below eight bits, and makes every bool that is not 0 a 1.
+    below_a_byte = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+    return frozenset([torch.bool, *(getattr(torch, name) for name in below_a_byte if hasattr(torch, name))])
+
+
+_RAW = _raw_dtypes()
+"""Dtypes of one byte whose elements are copied as bytes."""
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a view of it whose copy has the same bits."""
+    return tensor.view(torch.uint8) if tensor.dtype in _RAW else tensor
+
+
 class Destinations:
-    """Where rows are copied to, told apart by size once: many saves write the same slot.
+    """Where rows are copied to, told apart once: many saves write the same slot.
 
     Args:
         tensors: Row: its target.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        sizes = [target.numel() * target.element_size() for target in tensors]
-        small = [row for row, size in enumerate(sizes) if size < _LARGE]
         self.rows = len(tensors)
-        self.small = [tensors[row] for row in small]
-        self.small_rows = small
-        self.large = [(row, tensors[row], size) for row, size in enumerate(sizes) if size >= _LARGE]
-        self.large_bytes = sum(size for _, _, size in self.large)
+        self.small: list[torch.Tensor] = []
+        self.small_rows: list[int] = []
+        self.raw: list[int] = []
+        self.single: list[tuple[int, torch.Tensor, int]] = []
+        for row, target in enumerate(tensors):
+            size, into = target.numel() * target.element_size(), copyable(target)
+            if size >= _LARGE or into.is_conj() or into.is_neg():  # the batched call takes no such target
+                self.single.append((row, into, size))
+                continue
+            if into is not target:
+                self.raw.append(len(self.small))
+            self.small.append(into)
+            self.small_rows.append(row)
+        self.large_bytes = sum(size for _, _, size in self.single)
+
+    def small_sources(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sources of the small targets, in their order."""
+        found = [sources[row] for row in self.small_rows]
+        for at in self.raw:
+            found[at] = copyable(found[at])
+        return found
 
 
 class Copier:
@@ -57,7 +87,7 @@ class Copier:
         # Where torch has threads of its own, a copy is parallel already.
         threaded = targets.large_bytes >= _THREADED and self._threads > 1 and torch.get_num_threads() == 1
         with torch.no_grad():
-            large = [pair for row, target, size in targets.large for pair in _pieces(target, sources[row], size)]
+            large = [pair for row, into, size in targets.single for pair in _pieces(into, copyable(sources[row]), size)]
             if threaded:
                 pending = [self._executor().submit(_copy, pair) for pair in large]
             else:
@@ -65,7 +95,7 @@ class Copier:
                 for pair in large:
                     _copy(pair)
             if targets.small:
-                torch._foreach_copy_(targets.small, [sources[row] for row in targets.small_rows])
+                torch._foreach_copy_(targets.small, targets.small_sources(sources))
         for future in pending:
             future.result()
 

@@ -42,7 +42,7 @@ class ParameterName:
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.is_meta or local.layout is not torch.strided or not local.numel():
+    if local.is_nested or local.is_meta or local.layout is not torch.strided or not local.numel():
         return (id(tensor),)
     return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
 
@@ -188,7 +188,7 @@ class TrackedModule:
                 continue
             owner = owners.setdefault(_identity(value), full)
             if owner != full:
-                targets.tie(full, owner)
+                targets.tie(full, owner, value)
                 continue
             targets.fill(full, value, scope=targets.scope_of(full, value, self._scope))
         if extra:

@@ -145,8 +145,8 @@ class ChosenTargets(Targets):
         top = name.split("/", 1)[0]
         return self._chosen.takes(name) or (self._chosen.takes_whole(top))
 
-    def tie(self, name: str, owner: str) -> None:
-        """Say that `name` shares the memory of `owner`: both are chosen, or none.
+    def tie(self, name: str, owner: str, leaf: object) -> None:
+        """Say that `leaf`, called `name`, shares the memory of `owner`: both are chosen, or none.
 
         Raises:
             InvalidRequest: one of them is.
@@ -160,7 +160,7 @@ class ChosenTargets(Targets):
                 phase="restore",
             )
         if taken:
-            super().tie(name, owner)
+            super().tie(name, owner, leaf)
 
     def fresh(
         self, name: str, *, like: torch.Tensor | None = None, device: torch.device | None = None

@@ -153,6 +153,11 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 """Types whose tensors mean what their elements say."""
 
 
+_QUANTIZED: frozenset[torch.dtype] = frozenset(
+    {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
+)
+
+
 def checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return the tensor detached, if its bytes are its value.
 
@@ -167,7 +172,7 @@ def checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
         refusal = "nested"
     elif tensor.layout is not torch.strided:
         refusal = f"of layout {str(tensor.layout).removeprefix('torch.')}"
-    elif tensor.is_quantized:
+    elif tensor.is_quantized or tensor.dtype in _QUANTIZED:
         refusal = f"quantized ({str(tensor.dtype).removeprefix('torch.')})"
     elif tensor.is_meta:
         refusal = "on the meta device and has no bytes"

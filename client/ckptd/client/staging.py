@@ -16,6 +16,7 @@ import xxhash
 
 from ckptd.protos.snapshot_pb2 import SlotTrailer
 
+from .copying import copyable
 from .state import Collected
 
 _ALIGN = 8
@@ -143,7 +144,8 @@ class Capture:
 def plain_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the C-contiguous bytes of a tensor; without a copy where they stand so on the host already."""
     with torch.no_grad():
-        flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+        plain = copyable(tensor.detach()).resolve_conj().resolve_neg()
+        flat = plain.cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 
@@ -156,12 +158,12 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> bytes:
         scratch = torch.empty(sum(sizes[number] + 16 for number in small), dtype=torch.uint8, device="cpu")
         targets, spans, at = [], [], 0
         for number in small:
-            tensor, end = tensors[number], at + sizes[number]
+            tensor, end = copyable(tensors[number]), at + sizes[number]
             targets.append(scratch[at:end].view(tensor.dtype).view(tensor.shape))
             spans.append((number, at, end))
             at = end + -end % 16
         if targets:
-            torch._foreach_copy_(targets, [tensors[number] for number in small])
+            torch._foreach_copy_(targets, [copyable(tensors[number]) for number in small])
     data = scratch.numpy().data
     for number, begin, end in spans:
         found[number] = xxhash.xxh3_128_digest(data[begin:end])

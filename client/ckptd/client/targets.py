@@ -21,6 +21,7 @@ from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
+from .overlapping import held, overlaps, settle
 from .placements import LocalBox
 from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of
 from .stored import Stored
@@ -68,6 +69,7 @@ class Targets:
         self.missing: list[str] = []
         self.mismatched: dict[str, str] = {}
         self._dtypes_differ = False
+        self._overlapping: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._claimed: set[str] = set()
         self._claimed_objects: set[str] = set()
 
@@ -87,6 +89,10 @@ class Targets:
         if source != name:
             self._claimed.add(name)
         if self._fits(name, source, pieces, self.scope_of(name, leaf, scope)):
+            if overlaps(pieces.local):
+                apart = torch.empty(pieces.local.shape, dtype=pieces.dtype, device=pieces.local.device)
+                self._overlapping[name] = [(held(leaf), apart)]
+                pieces = replace(pieces, local=apart)
             self._want(source, pieces)
         self._claimed.add(source)
         self.tensors[name] = leaf
@@ -148,8 +154,16 @@ class Targets:
             self._claimed.add(name)
             self.mismatched[name] = _OWN_ELSEWHERE
 
-    def tie(self, name: str, owner: str) -> None:
-        """Say that `name` shares the memory of `owner`, which is filled."""
+    def settle(self) -> None:
+        """Give tensors whose elements share memory their value. For when everything was copied."""
+        for pairs in self._overlapping.values():
+            for live, value in pairs:
+                settle(live, value)
+
+    def tie(self, name: str, owner: str, leaf: object) -> None:
+        """Say that `leaf`, called `name`, shares the memory of `owner`, which is filled."""
+        if owner in self._overlapping:
+            self._overlapping[owner].append((held(leaf), self._overlapping[owner][0][1]))
         if name in self.stored.rows and name not in self._claimed:
             self.mismatched[name] = f"stored apart, here tied to {owner}"
         elif name not in self.stored.rows and name not in self.stored.aliases:

@@ -328,6 +328,8 @@ class Restoring:
     def load(self) -> None:
         """Give everything its state; tensors are filled already. What was not fetched stays as it is."""
         self.targets.finish()
+        # After the casts: what is cast for a tensor that overlaps itself goes into memory of its own first.
+        self.targets.settle()
         for module in self._modules:
             module.load(self._values.get(module.name))
         for optimizer in self._optimizers:

@@ -209,8 +209,12 @@ class NodeSave:
     async def _begun(self, decision: CoordinatorMessage.BeginDecision, waiting: dict[int, BeginWait]) -> Snapshot:
         """Learn the plan where it is new, and reserve a slot for every rank of the node."""
         for rank, wait in waiting.items():
-            if self._held.plan_of(rank, decision.plan_digest) is None:
-                await self._fetch_plan(rank, bytes(wait.request.layout_digest), decision.plan_digest)
+            layout_digest = bytes(wait.request.layout_digest)
+            known = self._held.plan_of(rank, decision.plan_digest)
+            put = self._link.ranks[rank].layouts.get(layout_digest)
+            # Ties are no rows: a name may become tied without any other layout, hence without another plan.
+            if known is None or (put is not None and put[1] != known.held.aliases):
+                await self._fetch_plan(rank, layout_digest, decision.plan_digest)
         about = HeldSnapshot(
             step=decision.step,
             timeline=decision.timeline,

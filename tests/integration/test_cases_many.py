@@ -1,0 +1,141 @@
+"""Faults from the field: tensors around and above message limits, hostile messages, and very many tensors."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import grpc
+import psutil
+import pytest
+import torch
+from fixtures.agents import Agents
+from fixtures.client_job import ClientJob
+from fixtures.stored_root import objects_of, unproved
+from fixtures.two_nodes import TwoNodes
+
+from ckptd.client import Checkpointer
+from ckptd.client.link import Link
+from ckptd.client.stored import Stored
+from ckptd.protos.agent_pb2 import HelloRequest
+from ckptd.protos.agent_pb2_grpc import AgentStub
+
+pytestmark = pytest.mark.integration
+
+MIB = 1 << 20
+MANY = 50_000
+
+
+def calls_counted() -> tuple[Counter[str], Any]:
+    """Return a count of what a client asks of its agent, and the patch that counts."""
+    counted: Counter[str] = Counter()
+    call, stream = Link.call, Link.stream
+
+    def counting(real: Any) -> Any:
+        def made(self: Link, attachment: Any, verb: str, *rest: Any, **more: Any) -> Any:
+            counted[verb] += 1
+            return real(self, attachment, verb, *rest, **more)
+
+        return made
+
+    return counted, mock.patch.multiple(Link, call=counting(call), stream=counting(stream))
+
+
+@pytest.mark.parametrize("transport", ["shm", "stream"])
+def test_s094_tensors_around_the_message_limit(two_nodes: TwoNodes, tmp_path: Path, transport: str) -> None:
+    """4 MiB - 1, 4 MiB, 4 MiB + 1, 0 bytes and a Python value above it, with default limits, from the store."""
+    torch.manual_seed(1)
+    sizes = (4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 0)
+    state: dict[str, Any] = {f"t{size}": torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes}
+    state["blob"] = {"bytes": bytes(4 * MIB + 1), "text": "x" * (4 * MIB)}
+    two_nodes.saved(tmp_path, state, transport=transport)
+    got: dict[str, Any] = dict.fromkeys(state)
+    two_nodes.restored(tmp_path, got, transport=transport)
+    assert got.pop("blob") == state.pop("blob")
+    assert all(torch.equal(got[name], tensor) for name, tensor in state.items())
+
+
+def test_s093_a_hostile_message_is_refused_and_the_agent_stays(two_nodes: TwoNodes, tmp_path: Path) -> None:
+    """Far above the limit: the caller hears so; the agent keeps its memory and serves the next save of 96 MiB in parts."""
+    assert two_nodes.first.process is not None
+    agent = psutil.Process(two_nodes.first.process.pid)
+    before = agent.memory_info().rss
+    with grpc.insecure_channel(
+        f"unix:{two_nodes.first.socket}", options=[("grpc.max_send_message_length", -1)]
+    ) as channel:
+        stub = AgentStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.Hello(HelloRequest(ckptd_version="x" * (192 * MIB)), timeout=30)
+    assert caught.value.code() in {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+    assert two_nodes.first.process.poll() is None
+    assert agent.memory_info().rss - before < 64 * MIB
+    large = torch.arange(24.0 * MIB)
+    two_nodes.saved(tmp_path, {"large": large}, transport="stream")
+    # The slot is the agent's memory too; beside it, a few messages.
+    info = agent.memory_full_info()
+    assert info.rss - getattr(info, "shared", 0) - before < 128 * MIB
+    got: dict[str, Any] = {"large": None}
+    two_nodes.restored(tmp_path, got, transport="stream")
+    assert torch.equal(got["large"], large)
+
+
+def test_s096_many_small_tensors_are_coordinated_once_and_packed(two_nodes: TwoNodes, tmp_path: Path) -> None:
+    """50,000 tensors, three saves: the second and third exchange digests only; objects stay few; all come back."""
+    torch.manual_seed(2)
+    flat = torch.rand(MANY, 4)
+    state: dict[str, Any] = {"many": {f"block.{number}.weight": flat[number] for number in range(MANY)}}
+    counted, patch = calls_counted()
+    took, exchanged = [], []
+    with patch, two_nodes.on(two_nodes.first, tmp_path) as ckpt:
+        for step in (1, 2, 3):
+            counted.clear()
+            flat += 1
+            begun = time.monotonic()
+            handle = ckpt.save(step, state)
+            took.append(time.monotonic() - begun)
+            handle.wait()
+            exchanged.append({verb: count for verb, count in counted.items() if verb != "Heartbeat"})
+    assert exchanged[0] == {"PutLayout": 1, "Begin": 1, "GetPlan": 1, "Staged": 1}
+    assert exchanged[1] == exchanged[2] == {"Begin": 1, "Staged": 1}
+    assert min(took[1:]) < took[0], took
+    for step in (1, 2, 3):
+        assert 1 <= len(objects_of(tmp_path, step, "chunks")) <= 2  # objects that did not change are not put again
+        assert len(objects_of(tmp_path, step, "index")) == 1
+    got: dict[str, Any] = {"many": {name: torch.zeros(4) for name in state["many"]}}
+    two_nodes.restored(tmp_path, got)
+    assert torch.equal(torch.stack(list(got["many"].values())), flat)
+    assert list(got["many"]) == list(state["many"])
+
+
+def test_s096_a_rank_is_told_of_its_own_part_only(agents: Agents, tmp_path: Path) -> None:
+    """Four ranks with other names each, on two nodes: no rank hears another's names, and every node puts one index."""
+    root, nodes = f"file://{tmp_path}/root", [agents.new(), agents.new()]
+    flat = torch.arange(4 * 500.0).reshape(4, 500)
+
+    def state(rank: int, values: torch.Tensor) -> dict[str, Any]:
+        return {"own": {f"r{rank}.{number}": value for number, value in enumerate(values[rank])}}
+
+    with ClientJob(root, nodes, 2) as job:
+        job.wait(job.each(lambda ckpt: ckpt.save(1, state(ckpt.rank, flat))))
+    assert len(objects_of(tmp_path / "root", 1, "index")) == 2
+    assert len(objects_of(tmp_path / "root", 1, "chunks")) == 2 * 4
+    heard: list[Stored] = []
+
+    def hears(*parts: Any) -> Stored:
+        heard.append(Stored(*parts))
+        return heard[-1]
+
+    into = torch.zeros_like(flat)
+    with ClientJob(root, nodes, 2) as job, mock.patch("ckptd.client.stored.Stored", side_effect=hears):
+
+        def restored(ckpt: Checkpointer) -> None:
+            ckpt.restore_into(state(ckpt.rank, into), required=True)
+
+        job.each(restored)
+    assert torch.equal(into, flat)
+    told = sorted(sorted({name.split("/")[1].split(".")[0] for name in one.rows}) for one in heard)
+    assert told == [["r0"], ["r1"], ["r2"], ["r3"]]
+    assert unproved(root) == []
