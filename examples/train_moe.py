@@ -4,7 +4,7 @@ One process:   python examples/train_moe.py --steps 20 --root file:///tmp/moe
 Eight ranks:   torchrun --nproc-per-node 8 examples/train_moe.py --pp 2 --dp-shard 2 --tp 2 --root file:///tmp/moe
 
 Run it again after anything has died: it goes on from the newest saved step, and every loss and digest is equal
-to those of a run that nobody disturbed.
+to those of a run that nobody disturbed. Run it on another mesh: it goes on from the same step there.
 """
 
 import json
@@ -88,6 +88,7 @@ def run(flags: Flags) -> None:
 
         ckpt = Checkpointer(flags.root, job=flags.job, mesh=place.mesh)
         ckpt.track(model=stage, optimizer=optimizer, scheduler=scheduler, loader=loader)
+        ckpt.on_reshard("loader", loader.on_another_mesh)  # asked only when another mesh saved
         if (restored := ckpt.restore()) is not None:
             start = restored.step
             if place.rank == 0:

@@ -8,6 +8,7 @@ the same order from the loader's own generator and take their part of each batch
 import os
 import random
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -94,6 +95,16 @@ class Loader:
             "generator": self._before_epoch.numpy().tobytes(),
             "served_crc32": self._served,
         }
+
+    @staticmethod
+    def on_another_mesh(pieces: Sequence[Any], _here: Any) -> dict[str, Any]:
+        """One state out of those of all ranks of another mesh: all draw one order, and only what each was given differs."""
+        states = [piece.value for piece in pieces]
+        kept = {key: states[0][key] for key in ("epoch", "position", "generator")}
+        if any(state[key] != kept[key] for state in states for key in kept):
+            raise ValueError("the loaders of the ranks that saved do not stand at one place")
+        served = b"".join(state["served_crc32"].to_bytes(4, "little") for state in states)
+        return kept | {"served_crc32": zlib.crc32(served)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`: the order is drawn again from where it was drawn first."""

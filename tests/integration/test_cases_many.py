@@ -19,7 +19,7 @@ from fixtures.two_nodes import TwoNodes
 
 from ckptd.client import Checkpointer
 from ckptd.client.link import Link
-from ckptd.client.targets import Stored
+from ckptd.client.stored import Stored
 from ckptd.protos.agent_pb2 import HelloRequest
 from ckptd.protos.agent_pb2_grpc import AgentStub
 
@@ -129,7 +129,7 @@ def test_s096_a_rank_is_told_of_its_own_part_only(agents: Agents, tmp_path: Path
         return heard[-1]
 
     into = torch.zeros_like(flat)
-    with ClientJob(root, nodes, 2) as job, mock.patch("ckptd.client.restoring.Stored", side_effect=hears):
+    with ClientJob(root, nodes, 2) as job, mock.patch("ckptd.client.stored.Stored", side_effect=hears):
 
         def restored(ckpt: Checkpointer) -> None:
             ckpt.restore_into(state(ckpt.rank, into), required=True)

@@ -67,6 +67,9 @@ def everything(model: nn.Module, chunks: list[nn.Module], group: torch.distribut
         assert_type(ckpt, Checkpointer)
         ckpt.track(model=model, chunks=chunks, own=PerRank(model))
         ckpt.on_load("loader", lambda value: value)
+        ckpt.on_reshard("loader", lambda pieces, here: pieces[here["dp"]].value)
+        dropped = ckpt.restore(drop=("loader",))
+        assert_type(dropped, Restored | None)
         state: MutableMapping[str, object] = {"x": 1, "part": Sharded(torch.ones(1), (2,), (0,))}
         handle = ckpt.save(1, state)
         handle.wait("staged", timeout=1.0)

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from fixtures.client_agent import Make, fake_agent, make
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from ckptd.client.overlapping import overlaps, settle
+
+__all__ = ["fake_agent", "make"]
+
+
+class Masked(nn.Module):
+    """Has an expanded buffer."""
+
+    def __init__(self, value: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.mask: torch.Tensor
+        self.register_buffer("mask", torch.full((3, 1), value, dtype=dtype).expand(3, 4))
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7)), max_size=4))
@@ -41,3 +56,26 @@ def test_equal_is_said_of_bits() -> None:
     settle(live, torch.tensor([0.0, -0.0]))
     assert torch.equal(torch.signbit(live), torch.tensor([False, True]))
     assert base.item() == 1
+
+
+@pytest.fixture
+def no_luck() -> Iterator[None]:
+    """Fresh memory holds NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=before)
+
+
+@pytest.mark.usefixtures("no_luck")
+def test_an_expanded_tensor_is_cast(make: Make) -> None:
+    """Chosen and stored in another dtype: it gets what was stored, not what stood in memory on the way."""
+    saving = make()
+    saving.track(model=Masked(1.5, torch.float32))
+    saving.save(5).wait()
+    saving.close()
+    here = Masked(2.5, torch.bfloat16)
+    again = make()
+    again.track(model=here)
+    assert again.restore(only="model", cast=True) is not None
+    assert torch.equal(here.mask, torch.full((3, 4), 1.5, dtype=torch.bfloat16))

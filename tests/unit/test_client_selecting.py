@@ -13,7 +13,7 @@ from torch import nn
 
 from ckptd.client import Checkpointer, InvalidRequest, PerRank
 from ckptd.client.mapping import RenamedStored, Renaming
-from ckptd.client.targets import Stored
+from ckptd.client.stored import Stored
 from ckptd.protos.shard_table import ShardRow
 
 __all__ = ["fake_agent", "make"]

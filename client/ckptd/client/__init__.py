@@ -17,6 +17,7 @@ from .errors import (
     Unavailable,
 )
 from .handles import SaveHandle
+from .resharding import StoredPiece
 from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded
 from .tracking import Trackable
@@ -38,6 +39,7 @@ __all__ = [
     "Sharded",
     "SnapshotCorrupt",
     "SnapshotNotFound",
+    "StoredPiece",
     "Trackable",
     "Unavailable",
 ]

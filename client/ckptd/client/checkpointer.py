@@ -30,6 +30,7 @@ from .link import Link
 from .mapping import Names
 from .mesh import topology
 from .nested import Hook
+from .resharding import ReshardHook
 from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver
@@ -158,6 +159,15 @@ class Checkpointer:
         loaded: Hook = hook
         self._tracking.on_load(name, loaded)
 
+    def on_reshard(self, name: str, hook: ReshardHook) -> None:
+        """Let `hook` make the value of the tracked `name` when the step was saved on another mesh.
+
+        It gets the pieces of all ranks that saved, and this rank's coordinate, and returns what to load here. Without
+        one, a value that was equal on all ranks is taken, and one that was not is an error. "rng" has a rule of its
+        own: the generators are seeded from the stored states, the step, and this rank's coordinate.
+        """
+        self._tracking.on_reshard(name, hook)
+
     def audit(self, state: Mapping[str, Any] | None = None) -> Audit:
         """Look for what `save(step, state)` would miss. Nothing is changed or sent.
 
@@ -220,12 +230,15 @@ class Checkpointer:
         only: str | Iterable[str] | None = None,
         names: Names | None = None,
         cast: bool = False,
+        drop: Sequence[str] = (),
         timeout: float | None = None,
     ) -> Restored | None:
         """Restore everything tracked, in place. Every rank must call it with the same arguments.
 
         Tensors are filled on their devices, optimizer state is made where there is none yet, objects are loaded,
-        random number generators come last. Nothing is touched before all bytes of all ranks were found and verified.
+        random number generators come last. The mesh may be another than the one that saved: each rank then gets the
+        boxes it holds now; see `on_reshard` for what was each rank's own. Nothing is touched before all bytes of all
+        ranks were found and verified.
 
         Args:
             step: A step; default: the newest.
@@ -240,6 +253,7 @@ class Checkpointer:
             names: Stored names to names here, where they differ: old beginnings to new ones, e.g.
                 ``{"model/module.": "model/"}``, or a function. Optimizer state follows its parameter.
             cast: Whether to convert between floating dtypes where they differ.
+            drop: Tracked names (or "rng") that stay as they are here, whatever is stored.
             timeout: Seconds; default: restore_timeout_s.
 
         Returns:
@@ -253,7 +267,7 @@ class Checkpointer:
             Fenced: a newer run has taken over.
         """
         chosen = choice(only, names, cast=cast)
-        return self._restore(None, step, required, on_corrupt, strict, rollback, chosen, timeout)
+        return self._restore(None, step, required, on_corrupt, strict, rollback, chosen, drop, timeout)
 
     def restore_into(
         self,
@@ -267,6 +281,7 @@ class Checkpointer:
         only: str | Iterable[str] | None = None,
         names: Names | None = None,
         cast: bool = False,
+        drop: Sequence[str] = (),
         timeout: float | None = None,
     ) -> Restored | None:
         """Restore everything tracked, and what was saved as `state`; see `restore`.
@@ -274,7 +289,7 @@ class Checkpointer:
         Tensors in `state` that fit are filled in place; everything else in it is replaced by what was stored.
         """
         chosen = choice(only, names, cast=cast)
-        return self._restore(state, step, required, on_corrupt, strict, rollback, chosen, timeout)
+        return self._restore(state, step, required, on_corrupt, strict, rollback, chosen, drop, timeout)
 
     def _restore(  # noqa: PLR0917 - private: both callers pass everything on
         self,
@@ -285,6 +300,7 @@ class Checkpointer:
         strict: bool,
         rollback: bool,
         chosen: Choice,
+        drop: Sequence[str],
         timeout: float | None,
     ) -> Restored | None:
         if on_corrupt not in ("fallback", "raise"):
@@ -297,6 +313,7 @@ class Checkpointer:
             strict=strict,
             rollback=rollback,
             chosen=chosen,
+            drop=_checked_drop(drop),
             timeout_s=self._config.restore_timeout_s if limit is None else min(limit, self._config.restore_timeout_s),
         )
         with self._alone("restore"):
@@ -374,6 +391,12 @@ def _checked_step(step: int) -> int:
             f"step {step!r} is no whole number from 0 to {STEP_LIMIT - 1}", reason=error_pb2.REASON_INVALID_STEP
         )
     return number
+
+
+def _checked_drop(drop: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(drop, str) or not all(isinstance(name, str) for name in drop):
+        raise InvalidRequest(f"drop={drop!r} is no sequence of names", hint='e.g. drop=("loader",)')
+    return tuple(drop)
 
 
 def _checked_number(name: str, value: float) -> float:

@@ -10,34 +10,95 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from ckptd.protos import shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, WantPart
 
 from .errors import CkptdError
-from .targets import Wanted
+from .targets import ObjectKey, Wanted
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class FetchedPiece:
+    """A box of the global tensor that stands C-contiguous in a file, and may reach beyond what was wanted.
+
+    Attributes:
+        wanted: What it is for.
+        path: File.
+        at: In bytes.
+        offset: Of the box, in elements.
+        length: Of the box, in elements.
+    """
+
+    wanted: Wanted
+    path: str
+    at: int
+    offset: tuple[int, ...]
+    length: tuple[int, ...]
+
+    def shared(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return offset and length, in elements of the global tensor, of what the piece and the wanted box share."""
+        row = self.wanted.row
+        low = tuple(map(max, self.offset, row.offset))
+        ends = zip(self.offset, self.length, row.offset, row.length, strict=True)
+        high = tuple(min(begin + size, start + wide) for begin, size, start, wide in ends)
+        return low, tuple(max(0, end - begin) for begin, end in zip(low, high, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box in the file."""
+        return math.prod(self.length) * self.wanted.view.element_size()
+
+    def target(self) -> torch.Tensor:
+        """Return the part of the wanted view that the piece fills."""
+        low, size = self.shared()
+        return _part(self.wanted.view, self.wanted.row.offset, low, size)
+
+    def source(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the part of the file's bytes that fills `target`; no copy where the bytes are aligned."""
+        view = self.wanted.view
+        if data.data_ptr() % view.element_size() or data.storage_offset() % view.element_size():
+            data = data.clone()
+        low, size = self.shared()
+        return _part(data.view(view.dtype).view(self.length), self.offset, low, size)
+
+
+def _part(tensor: torch.Tensor, at: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    if tuple(tensor.shape) == size:
+        return tensor
+    for dim, (origin, begin, length) in enumerate(zip(at, low, size, strict=True)):
+        tensor = tensor.narrow(dim, begin - origin, length)
+    return tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fetched:
     """Where the verified bytes stand."""
 
-    pieces: list[tuple[Wanted, str, int, tuple[int, ...], tuple[int, ...]]]
-    objects: dict[str, tuple[str, int, int]]
+    pieces: list[FetchedPiece]
+    objects: dict[ObjectKey, tuple[str, int, int]]
     bytes_by_tier: dict[str, int]
 
 
-def want_parts(session: str, attempt: int, wanted: list[Wanted], objects: list[str]) -> Iterator[WantPart]:
+def want_parts(session: str, attempt: int, wanted: list[Wanted], objects: list[ObjectKey]) -> Iterator[WantPart]:
     """Yield the messages that ask for rows and objects, each small enough for gRPC's default limit."""
     table = shard_table.build(one.row for one in wanted)
+    ranks = [one.rank or 0 for one in wanted] if any(one.rank is not None for one in wanted) else []
+    at = 0
     for number, rows in enumerate(shard_table.split(table)):
-        part = WantPart(rows=rows)
+        end = at + shard_table.row_count(rows)
+        part = WantPart(rows=rows, row_ranks=ranks[at:end])
+        at = end
         if number == 0:
             part.session, part.attempt = session, attempt
-            part.object_names.extend(objects)
+            part.object_names.extend(name for name, _ in objects)
+            if any(rank is not None for _, rank in objects):
+                part.object_ranks.extend(rank or 0 for _, rank in objects)
         yield part
 
 
-def take_part(part: FetchedPart, wanted: list[Wanted], objects: list[str], fetched: Fetched) -> None:
+def take_part(part: FetchedPart, wanted: list[Wanted], objects: list[ObjectKey], fetched: Fetched) -> None:
     """Add what one part of the answer says to `fetched`."""
     begin = 0
     offsets, lengths, files = list(part.source_offset), list(part.source_length), list(part.files)
@@ -45,8 +106,8 @@ def take_part(part: FetchedPart, wanted: list[Wanted], objects: list[str], fetch
     for row, file, file_offset in columns:
         one = wanted[row]
         end = begin + len(one.row.length)
-        piece = (one, files[file], file_offset, tuple(offsets[begin:end]), tuple(lengths[begin:end]))
-        fetched.pieces.append(piece)
+        box = {"offset": tuple(offsets[begin:end]), "length": tuple(lengths[begin:end])}
+        fetched.pieces.append(FetchedPiece(wanted=one, path=files[file], at=file_offset, **box))
         begin = end
     for number, file, offset, nbytes in zip(
         part.object, part.object_file, part.object_offset, part.object_bytes, strict=True
@@ -55,13 +116,13 @@ def take_part(part: FetchedPart, wanted: list[Wanted], objects: list[str], fetch
     fetched.bytes_by_tier.update(part.bytes_by_tier)
 
 
-def check_complete(fetched: Fetched, wanted: list[Wanted], objects: list[str]) -> None:
+def check_complete(fetched: Fetched, wanted: list[Wanted], objects: list[ObjectKey]) -> None:
     """Refuse an answer that leaves elements out: it would leave old values among restored ones."""
     left = {id(one): math.prod(one.row.length) for one in wanted}
-    for one, _, _, _, length in fetched.pieces:
-        left[id(one)] -= math.prod(length)
+    for piece in fetched.pieces:
+        left[id(piece.wanted)] -= math.prod(piece.shared()[1])
     short = [one.row.name for one in wanted if left[id(one)]]
-    short += [name for name in objects if name not in fetched.objects]
+    short += [key[0] for key in objects if key not in fetched.objects]
     if short:
         raise CkptdError(
             f"the agent's answer does not hold all of {len(short)} wanted entries, first {short[0]}",

@@ -61,7 +61,7 @@ class Link:
         self._config = config
         self._topology = topology
         self._ledger = ledger
-        self._exchange = StoreExchange(topology, root=config.root, job=config.job)
+        self.exchange = StoreExchange(topology, root=config.root, job=config.job)
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._attachment: Attachment | None = None
@@ -100,7 +100,7 @@ class Link:
             self._meet(channel)
         except CkptdError as error:
             if self._topology.rank == 0 and self._generation < 0:
-                self._exchange.refuse(error, generation=0)
+                self.exchange.refuse(error, generation=0)
             raise
         self._thread = threading.Thread(target=self._read_events, args=(channel,), name="ckptd-events", daemon=True)
         self._thread.start()
@@ -116,9 +116,9 @@ class Link:
             self._lead(channel)
         elif self._generation < 0:
             limit = self._config.connect_timeout_s + self._config.attach_timeout_s
-            self._generation, self._invitation = self._exchange.wait(limit)
+            self._generation, self._invitation = self.exchange.wait(limit)
         else:
-            newer = self._exchange.newest(after=self._generation)
+            newer = self.exchange.newest(after=self._generation)
             if newer is not None:
                 self._generation, self._invitation = newer
 
@@ -128,7 +128,7 @@ class Link:
         if invitation.endpoint != self._invitation.endpoint:
             self._invitation = invitation
             self._generation += 1
-            self._exchange.publish(invitation, generation=self._generation)
+            self.exchange.publish(invitation, generation=self._generation)
 
     def _attach_request(self, channel: AgentChannel) -> AttachRequest:
         return AttachRequest(

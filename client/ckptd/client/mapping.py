@@ -13,7 +13,7 @@ from typing import Any
 from ckptd.protos import error_pb2
 
 from .errors import InvalidRequest
-from .targets import Stored
+from .stored import Stored
 from .tree import component, text_key
 
 Names = Callable[[str], str] | Mapping[str, str]

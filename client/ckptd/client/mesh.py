@@ -48,6 +48,11 @@ class Topology:
     members: tuple[int, ...]
     store: Store | None
 
+    @property
+    def place(self) -> dict[str, int]:
+        """Return the coordinate, axis by axis."""
+        return dict(zip(self.axes, self.coordinate, strict=True))
+
     def to_wire(self) -> Mesh:
         """Return the message."""
         return Mesh(axes=self.axes, sizes=self.sizes)

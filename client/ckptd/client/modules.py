@@ -21,7 +21,8 @@ from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 from .errors import InvalidRequest
 from .sharding import is_tensor_leaf
 from .state import FROZEN, TRAINED, Collector, Segment
-from .targets import Stored, Targets
+from .stored import Stored
+from .targets import Targets
 from .tree import component
 from .unchanged import Look, Place, is_plain, looks_of, places_of, same_looks, same_places
 from .values import encode
@@ -183,6 +184,7 @@ class TrackedModule:
                 extra = True
                 for below in stored.names_below(full):
                     targets.fresh(below)
+                targets.fresh_own(full)
                 continue
             owner = owners.setdefault(_identity(value), full)
             if owner != full:

@@ -18,7 +18,8 @@ from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 from . import rng
 from .sharding import PerRank, Sharded, is_tensor_leaf, pieces_of
 from .state import Collector
-from .targets import Stored, Targets, per_rank_value
+from .stored import Stored
+from .targets import Targets, per_rank_value
 from .tree import graft, leaves
 from .values import MAX_DEPTH, encode
 
@@ -63,11 +64,11 @@ class TrackedStateful:
     def __init__(self, name: str, thing: Stateful, *, per_rank: bool = False) -> None:
         self.name = name
         self._thing = thing
-        self._per_rank = per_rank
+        self.is_per_rank = per_rank
 
     def collect(self, collector: Collector) -> None:
         """Collect what `state_dict()` gives now."""
-        _collect(self.name, self._thing.state_dict(), collector, per_rank=self._per_rank)
+        _collect(self.name, self._thing.state_dict(), collector, per_rank=self.is_per_rank)
 
     def prepare(self, stored: Stored, targets: Targets) -> None:
         """Ask for all that is stored. Into fresh tensors: `state_dict()` need not give the live ones."""
@@ -80,6 +81,7 @@ class TrackedStateful:
                 targets.fill(name, Sharded(torch.empty_like(leaf.tensor), leaf.global_shape, leaf.offsets))
             else:
                 targets.fresh(name, like=leaf if isinstance(leaf, DTensor) else None)
+        targets.fresh_own(self.name)
         targets.object(self.name)
 
     def load(self, value: object) -> None:
@@ -94,6 +96,11 @@ class TrackedValue:
         self.name = name
         self._holder = holder
         self._key = key
+
+    @property
+    def is_per_rank(self) -> bool:
+        """Whether the value was declared to be each rank's own."""
+        return isinstance(self._holder[self._key], PerRank)
 
     def collect(self, collector: Collector) -> None:
         """Collect the value as it is now."""
@@ -110,6 +117,7 @@ class TrackedValue:
                 targets.fresh(name)
             else:
                 targets.fill(name, leaf, scope=default_scope(per_rank_value(leaf)))
+        targets.fresh_own(self.name)
         targets.object(self.name)
 
     def load(self, value: object) -> None:
@@ -122,6 +130,7 @@ class TrackedRng:
     """The random number generators of the process."""
 
     name = rng.NAME
+    is_per_rank = True
 
     def collect(self, collector: Collector) -> None:
         """Collect their state."""
@@ -132,8 +141,11 @@ class TrackedRng:
         targets.object(self.name)
 
     def load(self, value: Any) -> None:
-        """Set them."""
-        rng.apply(value)
+        """Set them; bytes are a derived seed."""
+        if isinstance(value, bytes):
+            rng.reseed(value)
+        else:
+            rng.apply(value)
 
 
 Hook = Callable[[object], object]

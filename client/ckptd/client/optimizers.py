@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,11 +26,13 @@ from torch.optim import Optimizer
 from ckptd.protos import error_pb2
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, Value
 
+from . import optimizer_merge
 from .errors import InvalidRequest
 from .modules import ParameterName
 from .sharding import Pieces, is_tensor_leaf, pieces_of
 from .state import FROZEN, TRAINED, Collector, Segment
-from .targets import Stored, Targets
+from .stored import Stored
+from .targets import Targets
 from .tree import component, split, text_key
 from .unchanged import Look, is_plain, looks_of, same_looks
 from .values import encode
@@ -224,7 +226,22 @@ class TrackedOptimizer:
                 targets.fresh(name, like=parameter.detach(), device=_device(stored, name, parameter))
         for name in stored.names_below(f"{self.name}/param_groups"):
             targets.fresh(name)
+        targets.refuse_own(prefix)
+        targets.fresh_own(f"{self.name}/param_groups")
         targets.object(self.name)
+
+    def merged(self, values: Sequence[Any], names: Names) -> dict[str, Any]:
+        """Join the objects of all stored ranks of another mesh into the one of this rank.
+
+        Raises:
+            InvalidRequest: as `optimizer_merge.merged`.
+        """
+        here: list[set[str]] = [set() for _ in self._optimizer.param_groups]
+        for number, _, name, _ in self._parameters(names):
+            here[number].add(name)
+        for value in values:
+            _groups(value, self.name)
+        return optimizer_merge.merged(self.name, values, here)
 
     def verify(self, value: object, names: Names) -> None:
         """Check the stored groups against the optimizer's, before anything is touched.

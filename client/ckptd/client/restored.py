@@ -42,6 +42,7 @@ class Restored:
         unexpected: With strict=False: what is stored but not tracked.
         left_out: With `only`: what is stored and was not chosen, under the names here.
         bytes_by_tier: Where this node's bytes came from, in bytes.
+        dropped: As given to restore(): tracked names that were left as they are.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Restored:
     unexpected: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     bytes_by_tier: Mapping[str, int] = field(default_factory=dict)
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,7 @@ class Question:
         rollback: Whether history may drop what is newer.
         timeout_s: Seconds.
         chosen: What of it is taken.
+        drop: Tracked names that stay as they are.
     """
 
     step: int | None
@@ -77,3 +80,4 @@ class Question:
     rollback: bool
     timeout_s: float
     chosen: Choice = EVERYTHING
+    drop: tuple[str, ...] = ()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -17,19 +16,20 @@ from typing import Any
 
 import torch
 
-from ckptd.protos import error_pb2, shard_table
+from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import RestoreDoneRequest, RestoreRequest, StoredPart, WantPart
 
 from .config import Config
 from .copying import Copier
 from .errors import CkptdError, InvalidRequest, SnapshotNotFound
-from .fetched import Fetched, check_complete, take_part, want_parts
+from .fetched import Fetched, FetchedPiece, check_complete, take_part, want_parts
 from .journal import Journal
 from .link import Attachment, Link, SessionLostError
 from .mesh import Topology
 from .restored import BadStep, Question, Restored
 from .restored_files import RestoredFiles, SharedFiles, StreamedFiles
-from .targets import Stored
+from .stored import Stored, StoredParts
+from .targets import unasked
 from .tracking import Restoring, Tracking
 
 log = logging.getLogger("ckptd.client")
@@ -71,11 +71,11 @@ class Restorer:
         while True:
             attachment = self._link.attached(deadline=deadline)
             try:
-                found, stored = self._ask(attachment, question, deadline)
-                if not found.found:
+                answer = self._ask(attachment, question, deadline)
+                if not answer.found.found:
                     self._nothing(question)
                     return None
-                restored = self._attempt(_Asked(attachment, question, state, deadline), found, stored)
+                restored = self._attempt(_Asked(attachment, question, state, deadline), answer)
             except SessionLostError:
                 if time.monotonic() >= deadline:
                     raise
@@ -107,7 +107,7 @@ class Restorer:
             seconds=round(seconds, 6),
         )
 
-    def _ask(self, attachment: Attachment, question: Question, deadline: float) -> tuple[StoredPart.Found, Stored]:
+    def _ask(self, attachment: Attachment, question: Question, deadline: float) -> StoredParts:
         left = max(0.1, deadline - time.monotonic())
         request = RestoreRequest(
             session=attachment.session,
@@ -116,25 +116,20 @@ class Restorer:
             timeout_s=left,
             rollback=question.rollback,
         )
-        found = StoredPart.Found()
-        rows: list[shard_table.ShardRow] = []
-        objects: list[str] = []
-        aliases: dict[str, str] = {}
-        parts = self._link.stream(attachment, "Restore", request, timeout_s=left + _ANSWER_SLACK_S, phase="restore")
-        for part in parts:
-            if part.HasField("found"):
-                found = part.found
-            rows += shard_table.iter_rows(part.rows)
-            objects += part.object_names
-            aliases.update(zip(part.aliases.alias, part.aliases.target, strict=True))
-        return found, Stored(rows, objects, aliases)
+        answer = StoredParts()
+        for part in self._link.stream(
+            attachment, "Restore", request, timeout_s=left + _ANSWER_SLACK_S, phase="restore"
+        ):
+            answer.take(part)
+        return answer
 
-    def _attempt(self, asked: _Asked, found: StoredPart.Found, stored: Stored) -> Restored | None:
+    def _attempt(self, asked: _Asked, answer: StoredParts) -> Restored | None:
         """Restore this step, or return None when another one was chosen meanwhile."""
-        attachment, question, deadline = asked.attachment, asked.question, asked.deadline
+        attachment, question, deadline, found = asked.attachment, asked.question, asked.deadline, answer.found
         try:
             self._check_mesh(found)
-            restoring = self._tracking.restoring(stored, asked.state, question.chosen)
+            stored = answer.stored(self._topology.place, self._topology.world)
+            restoring = self._tracking.restoring(stored, asked.state, question.chosen, question.drop)
             missing, unexpected = restoring.targets.check(strict=question.strict, step=found.step)
         except CkptdError as error:
             self._refuse(attachment, found.attempt, error)
@@ -143,13 +138,20 @@ class Restorer:
             text = f"preparing the restore raised {type(failure).__name__}: {failure}"
             self._refuse(attachment, found.attempt, CkptdError(text, rank=self._topology.rank, phase="restore"))
             raise
+        if stored.other_mesh:
+            # Before the want, so that it is there for every rank when all wants are answered.
+            self._link.exchange.say_unused(found, restoring.targets.unexpected(), stored.names)
         fetched = self._want(attachment, found.attempt, restoring, deadline)
         if fetched is None:
             return None
         try:
+            if stored.other_mesh:
+                unexpected = self._unasked(found, stored, strict=question.strict)
             files = self._files(attachment, deadline)
-            restoring.decode({name: files.read(*place).numpy().tobytes() for name, place in fetched.objects.items()})
-            self._fill(fetched, files)
+            # Own tensors of other ranks go into fresh memory; what is decoded may depend on them.
+            self._fill([piece for piece in fetched.pieces if piece.wanted.rank is not None], files)
+            restoring.decode({key: files.read(*place).numpy().tobytes() for key, place in fetched.objects.items()})
+            self._fill([piece for piece in fetched.pieces if piece.wanted.rank is None], files)
         except Exception as failure:
             text = f"rank {self._topology.rank}: {type(failure).__name__}: {failure}"
             told = failure if isinstance(failure, CkptdError) else CkptdError(text, rank=self._topology.rank)
@@ -171,23 +173,31 @@ class Restorer:
             unexpected=unexpected,
             left_out=restoring.targets.left_out(),
             bytes_by_tier=fetched.bytes_by_tier,
+            dropped=question.drop,
         )
 
     def _check_mesh(self, found: StoredPart.Found) -> None:
         here, there = self._topology.to_wire(), found.mesh
-        if (found.world, there) != (self._topology.world, here):
+        if not found.other_mesh and (found.world, there) != (self._topology.world, here):
             names = [
                 " x ".join(f"{axis} {size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=False))
                 for mesh in (there, here)
             ]
             raise InvalidRequest(
                 f"step {found.step} was saved by {found.world} ranks ({names[0]}); here are {self._topology.world} "
-                f"({names[1]})",
+                f"({names[1]}), and this node's agent cannot restore on another mesh",
                 reason=error_pb2.REASON_LAYOUT_MISMATCH,
-                hint="restore with the mesh that saved",
+                hint="update the agent, or restore with the mesh that saved",
                 step=found.step,
                 phase="restore",
             )
+
+    def _unasked(self, found: StoredPart.Found, stored: Stored, *, strict: bool) -> tuple[str, ...]:
+        """Return what no rank asked for; all have said what they want when this is called."""
+        unexpected = self._link.exchange.unused_by_all(found, stored.names)
+        if unexpected and strict:
+            raise unasked(unexpected, step=found.step)
+        return unexpected
 
     def _refuse(self, attachment: Attachment, attempt: int, error: CkptdError) -> None:
         """Tell all ranks that this one cannot use the step, best effort."""
@@ -229,20 +239,10 @@ class Restorer:
             attachment.session,
         )
 
-    def _fill(self, fetched: Fetched, files: RestoredFiles) -> None:
-        targets, sources = [], []
-        for wanted, path, at, offset, length in fetched.pieces:
-            view, nbytes = wanted.view, math.prod(length) * wanted.view.element_size()
-            if not nbytes:
-                continue
-            if length != wanted.row.length:
-                for dim, (begin, size) in enumerate(zip(offset, length, strict=True)):
-                    view = view.narrow(dim, begin - wanted.row.offset[dim], size)
-            data = files.read(path, at, nbytes)
-            if data.data_ptr() % view.element_size() or data.storage_offset() % view.element_size():
-                data = data.clone()
-            targets.append(view)
-            sources.append(data.view(view.dtype).view(length))
+    def _fill(self, pieces: list[FetchedPiece], files: RestoredFiles) -> None:
+        held = [piece for piece in pieces if piece.nbytes]
+        targets = [piece.target() for piece in held]
+        sources = [piece.source(files.read(piece.path, piece.at, piece.nbytes)) for piece in held]
         with torch.no_grad():
             self._copier.copy(targets, sources)
 

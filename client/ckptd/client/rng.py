@@ -6,6 +6,8 @@ changes no generator and starts no device: a rank that has not touched CUDA does
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -58,3 +60,42 @@ def apply(state: Mapping[str, Any]) -> None:
         raise InvalidRequest(
             f"the stored state of the random number generators does not fit: {error}", key=NAME
         ) from error
+
+
+SHARED_AXES = frozenset({"tp"})
+"""Axes whose ranks work on the same activations, and must drop the same of them."""
+
+
+def derived(
+    states: Mapping[int, bytes], coordinates: Mapping[int, Mapping[str, int]], here: Mapping[str, int], *, step: int
+) -> bytes:
+    """Return what seeds the generators of a rank whose mesh is another than the one that saved: 32 bytes.
+
+    SHA-256 over the step, the stored states in the order of ranks, and this rank's place on every axis that tells
+    ranks apart: one along which stored states differ, or one that nothing is known about (size 1, or not there),
+    but for `SHARED_AXES`. Ranks that held equal states on an axis hold equal ones on it again; two restores of one
+    step on one mesh give equal streams.
+    """
+    telling = [axis for axis in sorted(here) if _tells(axis, states, coordinates)]
+    text = f"{step} {[(axis, here[axis]) for axis in telling]}"
+    digest = hashlib.sha256(text.encode())
+    for _, state in sorted(states.items()):
+        digest.update(hashlib.sha256(state).digest())
+    return digest.digest()
+
+
+def _tells(axis: str, states: Mapping[int, bytes], coordinates: Mapping[int, Mapping[str, int]]) -> bool:
+    lines: dict[tuple[tuple[str, int], ...], list[bytes]] = {}
+    for rank, state in states.items():
+        others = tuple((name, at) for name, at in sorted(coordinates[rank].items()) if name != axis)
+        lines.setdefault(others, []).append(state)
+    if all(len(line) == 1 for line in lines.values()):
+        return axis not in SHARED_AXES
+    return any(one != other for line in lines.values() for one, other in itertools.pairwise(line))
+
+
+def reseed(seed: bytes) -> None:
+    """Seed all generators, of CUDA too, from the 32 bytes that `derived` gave."""
+    random.seed(seed)
+    np.random.seed(np.frombuffer(seed, "<u4"))  # noqa: NPY002 - the global one is meant
+    torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from ckptd.protos import error_pb2
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL
 
 from .errors import InvalidRequest
 from .mapping import Names, RenamedStored, Renaming
 from .sharding import Pieces, dtype_of, pieces_of
-from .targets import Stored, Targets
+from .stored import Stored
+from .targets import Targets
 from .tree import component
 
 _WILD = frozenset("*?[")
@@ -98,7 +100,7 @@ class ChosenTargets(Targets):
 
     Raises:
         InvalidRequest: the choice names nothing tracked here, a part of what is restored whole, or two names become
-            one.
+            one; or the step is of another mesh.
     """
 
     def __init__(
@@ -111,6 +113,16 @@ class ChosenTargets(Targets):
         others: Iterable[str],
         optimizers: Mapping[str, Mapping[str, str]],
     ) -> None:
+        if stored.elsewhere is not None:
+            # A part of each rank's own under other names would need every rank's rule for what nobody asks for.
+            raise InvalidRequest(
+                f"step {stored.elsewhere.step} was saved on another mesh: only=, names= and cast= need the mesh that saved",
+                reason=error_pb2.REASON_LAYOUT_MISMATCH,
+                hint="restore everything under its own names here (drop= leaves out tracked things), or restore the part "
+                "on the mesh that saved",
+                step=stored.elsewhere.step,
+                phase="restore",
+            )
         self._renamed = None if chosen.names is None else RenamedStored(stored, chosen.names, optimizers)
         super().__init__(self._renamed or stored, scope_of)
         self._chosen = chosen
@@ -177,7 +189,7 @@ class ChosenTargets(Targets):
         before = len(self.objects)
         super().object(name)
         if self._renamed is not None and len(self.objects) > before:
-            self.objects[-1] = self._renamed.object_sources[name]
+            self.objects[-1] = (self._renamed.object_sources[name], None)
 
     def object_here(self, name: str) -> str:
         """Return the name here of a stored object."""

@@ -7,14 +7,14 @@ the box, dtype and shape of the view it will be copied into.
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckptd.protos import error_pb2
 from ckptd.protos.shard_table import ShardRow
@@ -22,33 +22,15 @@ from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
 from .overlapping import held, overlaps, settle
+from .placements import LocalBox
 from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of
+from .stored import Stored
 
 _SCOPES: dict[int, str] = {SCOPE_GLOBAL: "a piece of a global tensor", SCOPE_PER_RANK: "each rank's own"}
+_OWN_ELSEWHERE = "stored as each rank's own, which no other mesh can take over; drop= leaves it as it is here"
 _CANDIDATES = 64
 _SHOWN = 5
 """Names an error shows of each kind of difference; the counts are complete."""
-
-
-class Stored:
-    """What the chosen step holds at this rank's coordinate."""
-
-    def __init__(self, rows: Iterable[ShardRow], objects: Iterable[str], aliases: Mapping[str, str]) -> None:
-        found: dict[str, list[ShardRow]] = {}
-        for row in rows:
-            found.setdefault(row.name, []).append(row)
-        self.rows: dict[str, tuple[ShardRow, ...]] = {name: tuple(held) for name, held in found.items()}
-        self.objects = frozenset(objects)
-        self.aliases = dict(aliases)
-        self._sorted = sorted(self.rows)
-
-    def names_below(self, prefix: str) -> list[str]:
-        """Return the tensor names that are `prefix` or begin with it and "/"."""
-        own = [prefix] if prefix in self.rows else []
-        below = f"{prefix}/"
-        start = bisect.bisect_left(self._sorted, below)
-        # "0" follows "/" in every encoding that names can have.
-        return own + self._sorted[start : bisect.bisect_left(self._sorted, f"{prefix}0")]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -57,10 +39,16 @@ class Wanted:
 
     row: ShardRow
     view: torch.Tensor
+    rank: int | None = None
+    """Stored rank whose own it is, where a step of another mesh is read; the view is fresh memory then."""
 
 
 def _describe(dtype: str, shape: Iterable[int]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+ObjectKey: TypeAlias = tuple[str, int | None]
+"""Name of an object, and the stored rank it is of; None: the rank at this coordinate."""
 
 
 class Targets:
@@ -75,8 +63,9 @@ class Targets:
         self.stored = stored
         self.scope_of = scope_of
         self.wanted: list[Wanted] = []
-        self.objects: list[str] = []
+        self.objects: list[ObjectKey] = []
         self.tensors: dict[str, object] = {}
+        self.own_tensors: dict[tuple[int, str], torch.Tensor] = {}
         self.missing: list[str] = []
         self.mismatched: dict[str, str] = {}
         self._dtypes_differ = False
@@ -89,7 +78,10 @@ class Targets:
         pieces = pieces_of(leaf, name)
         source = name if name in self.stored.rows else self.stored.aliases.get(name)
         if source is None or source not in self.stored.rows:
-            if pieces.boxes:
+            if name in self.stored.own_rows:
+                self._claimed.add(name)
+                self.mismatched[name] = _OWN_ELSEWHERE
+            elif pieces.boxes:
                 self.missing.append(name)
             else:
                 self.tensors[name] = leaf  # no elements here, so no row, and nothing to fill
@@ -100,7 +92,7 @@ class Targets:
             if overlaps(pieces.local):
                 apart = torch.empty(pieces.local.shape, dtype=pieces.dtype, device=pieces.local.device)
                 self._overlapping[name] = [(held(leaf), apart)]
-                pieces = dataclasses.replace(pieces, local=apart)
+                pieces = replace(pieces, local=apart)
             self._want(source, pieces)
         self._claimed.add(source)
         self.tensors[name] = leaf
@@ -121,6 +113,8 @@ class Targets:
             return f"stored {there}, here {here}"
         if first.scope != scope:
             return f"stored as {_SCOPES[first.scope]}, here {_SCOPES[scope]}"
+        if self.stored.other_mesh:
+            return None  # whatever boxes are held here, the elements are there
         stored_boxes = {row.box for row in rows}
         held = {(box.offset, box.length) for box in pieces.boxes}
         if stored_boxes != held:
@@ -135,8 +129,30 @@ class Targets:
 
     def _want(self, source: str, pieces: Pieces) -> None:
         rows = {row.box: row for row in self.stored.rows[source]}
+        first = self.stored.rows[source][0]
         for box, view in zip(pieces.boxes, pieces.views(), strict=True):
-            self.wanted.append(Wanted(row=rows[box.offset, box.length], view=view))
+            row = rows.get((box.offset, box.length)) or _row_of(first, box, pieces.dtype)
+            self.wanted.append(Wanted(row=row, view=view))
+
+    def drop(self, name: str) -> None:
+        """Take what is stored as `name`, and below it, for asked: it is left alone."""
+        self._claimed.update(each for each in self.stored.names if each == name or each.startswith(f"{name}/"))
+        self._claimed_objects.add(name)
+
+    def fresh_own(self, prefix: str) -> None:
+        """Ask for every stored rank's own tensors below `prefix`, of a step of another mesh; see `own_tensors`."""
+        for name, owners in self.stored.own_below(prefix):
+            self._claimed.add(name)
+            for rank, row in owners.items():
+                made = torch.empty(row.length, dtype=dtype_of(row.dtype), device=torch.device("cpu"))
+                self.own_tensors[rank, name] = made
+                self.wanted.append(Wanted(row=row, view=made, rank=rank))
+
+    def refuse_own(self, prefix: str) -> None:
+        """Note every stored rank's own tensors below `prefix` as a difference: nothing here can take them over."""
+        for name, _ in self.stored.own_below(prefix):
+            self._claimed.add(name)
+            self.mismatched[name] = _OWN_ELSEWHERE
 
     def settle(self) -> None:
         """Give tensors whose elements share memory their value. For when everything was copied."""
@@ -177,7 +193,9 @@ class Targets:
                     self._want(name, pieces_of(made, name))
                 self.tensors[name] = made
                 return made
-            if len(rows) == 1 and (first.scope == SCOPE_PER_RANK or first.length == first.global_shape):
+            # Of another mesh every row is whole: beside a sharded tensor only what has no dimensions is sure to be so.
+            is_whole = not self.stored.other_mesh or not isinstance(like, DTensor) or not first.global_shape
+            if is_whole and len(rows) == 1 and (first.scope == SCOPE_PER_RANK or first.length == first.global_shape):
                 made = torch.empty(first.length, dtype=dtype, device=device or torch.device("cpu"))
                 self.wanted.append(Wanted(row=first, view=made))
                 self.tensors[name] = made
@@ -192,14 +210,16 @@ class Targets:
         if name in self._claimed_objects:
             return
         self._claimed_objects.add(name)
-        if name in self.stored.objects:
-            self.objects.append(name)
+        if self.stored.other_mesh and name in self.stored.holders:
+            self.objects += [(name, rank) for rank in self.stored.holders[name]]
+        elif name in self.stored.objects:
+            self.objects.append((name, None))
         else:
             self.missing.append(name)
 
     def unexpected(self) -> list[str]:
         """Return what is stored and was not asked for, sorted."""
-        left = (set(self.stored.rows) | set(self.stored.aliases)) - self._claimed
+        left = (set(self.stored.rows) | set(self.stored.own_rows) | set(self.stored.aliases)) - self._claimed
         return sorted(left | (self.stored.objects - self._claimed_objects))
 
     def takes(self, _name: str) -> bool:
@@ -228,7 +248,10 @@ class Targets:
     def _way_out(self) -> str:
         if not self.mismatched:
             return "strict=False takes what fits"
-        return "cast=True converts between floating dtypes" if self._dtypes_differ else ""
+        # Of another mesh nothing is cast, see `selecting`.
+        return (
+            "cast=True converts between floating dtypes" if self._dtypes_differ and not self.stored.other_mesh else ""
+        )
 
     def check(self, *, strict: bool, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the missing and the unexpected names.
@@ -237,7 +260,9 @@ class Targets:
             InvalidRequest: shapes, dtypes or boxes differ, or (strict) names are missing or unexpected. One error
             with all counts.
         """
-        missing, unexpected = tuple(self.missing), tuple(self.unexpected())
+        missing = tuple(self.missing)
+        # Of another mesh a rank may hold other names than before; see `unasked`.
+        unexpected = () if self.stored.other_mesh else tuple(self.unexpected())
         if not self.mismatched and not (strict and (missing or unexpected)):
             return missing, unexpected
         differing = [f"{name} ({why})" for name, why in self.mismatched.items()]
@@ -258,6 +283,24 @@ class Targets:
             key=next(iter([*self.mismatched, *missing, *unexpected])),
             phase="restore",
         )
+
+
+def unasked(names: tuple[str, ...], *, step: int) -> InvalidRequest:
+    """Return the error for names of a step of another mesh that no rank asked for."""
+    shown = ", ".join(names[:_SHOWN])
+    return InvalidRequest(
+        f"step {step} does not fit what is tracked: {len(names)} only in the snapshot, asked for by no rank: {shown}"
+        f"{', ...' if len(names) > _SHOWN else ''}",
+        reason=error_pb2.REASON_LAYOUT_MISMATCH,
+        hint="strict=False takes what fits",
+        step=step,
+        key=names[0],
+        phase="restore",
+    )
+
+
+def _row_of(first: ShardRow, box: LocalBox, dtype: torch.dtype) -> ShardRow:
+    return replace(first, offset=box.offset, length=box.length, nbytes=math.prod(box.length) * dtype.itemsize)
 
 
 def _hint(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:

@@ -8,28 +8,29 @@ nothing is loaded before everything was decoded and checked.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
-from google.protobuf.message import DecodeError
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptd.protos import error_pb2
-from ckptd.protos.snapshot_pb2 import Value
-
 from . import rng
-from .errors import CkptdError, InvalidRequest, SnapshotCorrupt
+from .errors import CkptdError, InvalidRequest
 from .generators import Generator, TrackedGenerator
 from .modules import SeenModule, TrackedModule
 from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizers import Names, TrackedOptimizer, parameter_names
+from .resharding import Gathered, ReshardHook, decoded
 from .selecting import EVERYTHING, Choice, ChosenTargets
 from .sharding import PerRank, Sharded
 from .state import Collected, Collector
-from .targets import Stored, Targets
+from .stored import Stored
+from .targets import ObjectKey, Targets
 from .tree import component
-from .values import decode
+
+log = logging.getLogger("ckptd.client")
 
 Trackable: TypeAlias = nn.Module | Sequence[nn.Module] | Optimizer | Stateful | Generator | PerRank
 """What `track` takes."""
@@ -84,6 +85,18 @@ class _Things:
         self.others.sort(key=lambda other: isinstance(other, TrackedGenerator))
         return True
 
+    def names(self) -> set[str]:
+        """Return the names of all."""
+        return {thing.name for thing in [*self.modules, *self.optimizers, *self.others]}
+
+    def without(self, dropped: AbstractSet[str]) -> _Things:
+        """Return these things but for the dropped ones."""
+        left = _Things()
+        left.modules = [module for module in self.modules if module.name not in dropped]
+        left.optimizers = [optimizer for optimizer in self.optimizers if optimizer.name not in dropped]
+        left.others = [other for other in self.others if other.name not in dropped]
+        return left
+
     def with_state(self, state: MutableMapping[str, Any] | None, taken: set[str]) -> _Things:
         """Return these things and those of a state the caller keeps."""
         if state is None:
@@ -123,6 +136,7 @@ class Tracking:
         self._taken: set[str] = set()
         self._given: dict[str, object] = {}
         self._hooks: dict[str, Hook] = {}
+        self._reshard: dict[str, ReshardHook] = {}
         self._rng = TrackedRng()
         self._seen: tuple[list[SeenModule | None], Names] = ([], {})
 
@@ -154,6 +168,10 @@ class Tracking:
     def on_load(self, name: str, hook: Hook) -> None:
         """Let `hook` change the stored value of `name` before it is loaded."""
         self._hooks[component(name)] = hook
+
+    def on_reshard(self, name: str, hook: ReshardHook) -> None:
+        """Let `hook` choose the value of `name` from those of all ranks of another mesh."""
+        self._reshard[component(name)] = hook
 
     def collect(self, state: MutableMapping[str, Any] | None) -> Collected:
         """Read the state of everything. Nothing is changed; the views in the result alias live tensors.
@@ -190,17 +208,31 @@ class Tracking:
         return parameter_names(pair for module in things.modules for pair in module.parameter_names(self._collector))
 
     def restoring(
-        self, stored: Stored, state: MutableMapping[str, Any] | None, chosen: Choice = EVERYTHING
+        self,
+        stored: Stored,
+        state: MutableMapping[str, Any] | None,
+        chosen: Choice = EVERYTHING,
+        drop: Sequence[str] = (),
     ) -> Restoring:
-        """Compare what is stored with what is tracked; see `Restoring`."""
+        """Compare what is stored with what is tracked, but for what is dropped; see `Restoring`.
+
+        Raises:
+            InvalidRequest: `drop` names what is not tracked, or the choice does not fit, see `ChosenTargets`.
+        """
         things = self._things.with_state(state, self._taken)
         names = self._parameter_names(things)
+        dropped = {component(name) if name != rng.NAME else name for name in drop}
+        unknown = sorted(dropped - things.names() - {rng.NAME})
+        if unknown:
+            raise InvalidRequest(f"drop: {', '.join(unknown)} is not tracked", key=unknown[0], phase="restore")
         return Restoring(
             self._targets(stored, things, names, chosen),
-            things=things,
-            generators=self._rng,
+            things=things.without(dropped),
+            generators=None if rng.NAME in dropped else self._rng,
             names=names,
             hooks=self._hooks,
+            reshard=self._reshard,
+            dropped=dropped,
         )
 
     def _targets(self, stored: Stored, things: _Things, names: Names, chosen: Choice) -> Targets:
@@ -224,16 +256,21 @@ class Restoring:
         targets: Targets,
         *,
         things: _Things,
-        generators: TrackedRng,
+        generators: TrackedRng | None,
         names: Names,
         hooks: Mapping[str, Hook],
+        reshard: Mapping[str, ReshardHook],
+        dropped: AbstractSet[str],
     ) -> None:
-        self._modules, self._names, self._hooks = things.modules, names, hooks
+        self._modules, self._names, self._hooks, self._reshard = things.modules, names, hooks, reshard
+        others = [*things.others, *([generators] if generators is not None else [])]
         self._optimizers = [optimizer for optimizer in things.optimizers if targets.takes(optimizer.name)]
-        self._others = [other for other in [*things.others, generators] if targets.takes(other.name)]
+        self._others = [other for other in others if targets.takes(other.name)]
         self._values: dict[str, Any] = {}
         self.targets = targets
         stored = targets.stored
+        for name in dropped:
+            targets.drop(name)
         for module in self._modules:
             module.prepare(stored, self.targets)
         for optimizer in self._optimizers:
@@ -241,30 +278,46 @@ class Restoring:
         for other in self._others:
             other.prepare(stored, self.targets)
 
-    def decode(self, objects: Mapping[str, bytes]) -> None:
+    def decode(self, objects: Mapping[ObjectKey, bytes]) -> None:
         """Decode and check all objects. Nothing is touched.
+
+        Of another mesh the targets' `own_tensors` must be filled.
 
         Raises:
             SnapshotCorrupt: bytes that are no stored value.
             InvalidRequest: a value that does not fit what is tracked.
         """
-        for stored_name, data in objects.items():
-            name = self.targets.object_here(stored_name)
-            try:
-                value = decode(Value.FromString(data), tensor=self._tensor)
-            except (DecodeError, KeyError, ValueError, TypeError) as error:
-                raise SnapshotCorrupt(
-                    f"{stored_name}: unexpected format of a stored object: {error}",
-                    reason=error_pb2.REASON_CORRUPT,
-                    key=stored_name,
-                    phase="restore",
-                ) from error
-            value = self.targets.value(name, value)
+        elsewhere = self.targets.stored.elsewhere
+        if elsewhere is None:
+            values: dict[str, Any] = {}
+            for (stored_name, _), data in objects.items():
+                name = self.targets.object_here(stored_name)
+                values[name] = self.targets.value(name, decoded(stored_name, data, self._tensor))
+        else:
+            gathered = Gathered(elsewhere, self.targets, objects)
+            values = {name: self._gathered(name, gathered) for name in gathered.names}
+        for name, value in values.items():
             hook = self._hooks.get(name)
             self._values[name] = hook(value) if hook is not None else value
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)
+
+    def _gathered(self, name: str, gathered: Gathered) -> Any:
+        for optimizer in self._optimizers:
+            if optimizer.name == name:
+                return optimizer.merged(list(gathered.values(name, lenient=True).values()), self._names)
+        hook, elsewhere = self._reshard.get(name), gathered.elsewhere
+        if name == rng.NAME and hook is None:
+            if elsewhere.world == len(gathered.data(name)) == 1:
+                return next(iter(gathered.values(name).values()))
+            log.warning(
+                "the random number generators are seeded anew from step %d: it was saved on another mesh",
+                elsewhere.step,
+            )
+            return rng.derived(gathered.data(name), elsewhere.coordinates, elsewhere.here, step=elsewhere.step)
+        is_per_rank = any(other.name == name and other.is_per_rank for other in self._others)
+        return gathered.one(name, hook=hook, is_per_rank=is_per_rank and name != rng.NAME)
 
     def _tensor(self, name: str) -> object:
         here = self.targets.tensor_here(name)
@@ -274,7 +327,8 @@ class Restoring:
 
     def load(self) -> None:
         """Give everything its state; tensors are filled already. What was not fetched stays as it is."""
-        self.targets.finish()  # casts may go into tensors that settle then gives to those that share memory
+        self.targets.finish()
+        # After the casts: what is cast for a tensor that overlaps itself goes into memory of its own first.
         self.targets.settle()
         for module in self._modules:
             module.load(self._values.get(module.name))

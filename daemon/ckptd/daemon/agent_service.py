@@ -13,10 +13,11 @@ from typing import Any, TypeAlias
 
 from ckptd.daemon import rpc
 from ckptd.daemon.agent import Agent
+from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.rpc import guarded, guarded_stream
 from ckptd.protos import agent_pb2, agent_pb2_grpc, error_pb2, shard_table
-from ckptd.protos.snapshot_pb2 import AliasTable, ShardTable
+from ckptd.protos.snapshot_pb2 import AliasTable
 
 MIN_VERSION = 1
 MAX_VERSION = 1
@@ -167,19 +168,17 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     ) -> AsyncIterator[agent_pb2.FetchedPart]:
         """See agent.proto."""
         first: agent_pb2.WantPart | None = None
-        tables: list[ShardTable] = []
-        names: list[str] = []
+        wanted = Wanted()
         refused = None
         async for part in parts:
             first = first or part
-            tables.append(part.rows)
-            names.extend(part.object_names)
+            wanted.take(part)
             if part.HasField("refused"):
                 refused = part.refused
         if first is None:
             raise DaemonError.of("a want has at least one part", reason=error_pb2.REASON_INVALID_ARGUMENT)
         session, link = self._agent.session(first.session)
-        for answer in await link.restores.want(session, first.attempt, tables, names, refused):
+        for answer in await link.restores.want(session, first.attempt, wanted, refused):
             yield answer
 
     @guarded_stream

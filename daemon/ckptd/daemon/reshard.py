@@ -102,12 +102,13 @@ class StoredRows:
                 name.rows.append(stored)
                 name.by_box.setdefault(row.box, stored)
 
-    def pieces(self, wants: ShardTable, own: int | None) -> list[Piece]:
+    def pieces(self, wants: ShardTable, own: int | None, owners: Sequence[int] = ()) -> list[Piece]:
         """Return what to read for the wanted rows, in their order.
 
         Args:
             wants: Rows wanted by one rank.
             own: Stored rank at this rank's coordinate, for rows of scope PER_RANK; None where there is none.
+            owners: Row of wants: the stored rank meant instead of `own`; empty: `own` for all.
 
         Raises:
             PlanError: LAYOUT_MISMATCH; one error that counts all rows that do not fit, and shows the first five: not
@@ -116,9 +117,10 @@ class StoredRows:
         found: list[Piece] = []
         wrong: list[str] = []
         for at, want in enumerate(shard_table.iter_rows(wants)):
-            stored = self._stored(want, own)
+            owner = owners[at] if owners else own
+            stored = self._stored(want, owner)
             if stored is None:
-                wrong.append(self._missing_text(want, own))
+                wrong.append(self._missing_text(want, owner))
                 continue
             there = stored.rows[0].row
             if (there.dtype, there.global_shape) != (want.dtype, want.global_shape):

@@ -12,33 +12,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.daemon import keys, records
+from ckptd.daemon.any_mesh import Wanted, objects_of
 from ckptd.daemon.arena import Arena
-from ckptd.daemon.errors import CorruptError, DaemonError
+from ckptd.daemon.errors import CorruptError
 from ckptd.daemon.fetched import Fetched
 from ckptd.daemon.fetcher import Fetcher
 from ckptd.daemon.index import chunk_refs, load_index
 from ckptd.daemon.keys import Timeline
+from ckptd.daemon.parallel import in_parallel
 from ckptd.daemon.reshard import Piece, StoredRows, chunks_of, ranges_by_rank
 from ckptd.daemon.slots import SlotFile
-from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import FetchedPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
-from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection, ShardTable
+from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound
 
 PART_PIECES = 8192
-NAMES_SHOWN = 5
+INDEX_READERS = 8
+"""Indexes read at once: they are small, and latency is all that counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """The sections of a step that this node needs: its own ranks' and those of the ranks that wrote for them."""
+    """The sections of a step that this node needs: its own ranks' and those of the ranks that wrote for them.
+
+    All of them where the step was saved on another mesh.
+    """
 
     sections: Mapping[int, RankSection]
+    other_mesh: bool = False
 
     def needed_ranks(self, ranks: Sequence[int]) -> set[int]:
-        """Return the ranks whose streams hold what `ranks` stored."""
+        """Return the ranks whose streams hold what `ranks` stored; on another mesh all."""
+        if self.other_mesh:
+            return set(self.sections)
         return {writer for rank in ranks for writer in self.sections[rank].writer} | set(ranks)
 
 
@@ -65,22 +73,16 @@ def load(
 
     Raises:
         CorruptError: an index or the claim is gone or damaged.
-        DaemonError: LAYOUT_MISMATCH, the step was saved on another mesh.
         StorageError: the store failed.
     """
-    step, committed = chosen.step, chosen.committed
-    if committed.world != world or committed.mesh != mesh:
-        raise DaemonError.of(
-            f"step {step.step} was saved by {committed.world} ranks on mesh {_mesh_text(committed.mesh)}; "
-            f"this run has {world} on {_mesh_text(mesh)}",
-            reason=error_pb2.REASON_LAYOUT_MISMATCH,
-            hint="this version restores on the mesh of the save only",
-            step=step.step,
-            phase="restore",
-        )
-    nodes = _nodes_by_rank(store, step.timeline)
+    committed = chosen.committed
+    nodes = _nodes_by_rank(store, chosen.step.timeline)
     refs = {ref.node: ref for ref in committed.indexes}
     sections: dict[int, RankSection] = {}
+    if committed.world != world or committed.mesh != mesh:
+        # Which boxes live here is not known yet, and any rank may hold a part of them.
+        _load_nodes(store, refs, set(nodes.values()), sections)
+        return Stored(sections=sections, other_mesh=True)
     _load_nodes(store, refs, {nodes[rank] for rank in ranks}, sections)
     writers = {writer for rank in ranks for writer in sections[rank].writer} - set(sections)
     _load_nodes(store, refs, {nodes[rank] for rank in writers}, sections)
@@ -99,17 +101,16 @@ def _nodes_by_rank(store: ObjectStore, timeline: str) -> dict[int, str]:
 def _load_nodes(
     store: ObjectStore, refs: Mapping[str, IndexRef], nodes: set[str], sections: dict[int, RankSection]
 ) -> None:
-    for node in sorted(nodes):
+    def read(node: str) -> dict[int, RankSection]:
         try:
             blob: bytes | None = store.get(refs[node].key)
         except NotFound:
             blob = None
         _, _, found = load_index(refs[node], blob)
+        return found
+
+    for found in in_parallel(read, sorted(nodes), workers=min(len(nodes), INDEX_READERS)):
         sections.update(found)
-
-
-def _mesh_text(mesh: Mesh) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=False)) or "(none)"
 
 
 # ---------------------------------------------------------------- fetch
@@ -117,7 +118,7 @@ def _mesh_text(mesh: Mesh) -> str:
 
 def fetch(
     stored: Stored,
-    wants: Mapping[int, tuple[ShardTable, Sequence[str]]],
+    wants: Mapping[int, Wanted],
     *,
     fetcher: Fetcher,
     arena: Arena,
@@ -128,52 +129,37 @@ def fetch(
 
     Args:
         stored: from `load`.
-        wants: per rank of this node, rows and object names.
+        wants: per rank of this node.
         fetcher: of the job's store.
         arena: memory for what slots do not hold.
         held: per stored rank, a slot that holds this very step.
         deadline: in seconds of time.monotonic().
 
     Raises:
-        DaemonError: LAYOUT_MISMATCH, a row or object is not stored so.
+        DaemonError: LAYOUT_MISMATCH, a row or object is not stored so; INVALID_ARGUMENT, columns do not fit together.
         CorruptError, NoSpaceError, StorageError: as `Fetcher.fetch`.
     """
     rows = StoredRows(stored.sections)
     pieces: dict[int, list[Piece]] = {}
-    objects: dict[int, list[tuple[int, int, int]]] = {}
+    objects: dict[int, list[tuple[int, int, int, int]]] = {}
     ranges: dict[int, list[tuple[int, int]]] = {}
-    for rank, (wanted, names) in wants.items():
-        pieces[rank] = rows.pieces(wanted, rank)
-        objects[rank] = _objects(stored.sections[rank], rank, names)
+    for rank, wanted in wants.items():
+        own = None if stored.other_mesh else rank
+        pieces[rank] = rows.pieces(wanted.rows(), own, wanted.row_ranks)
+        objects[rank] = objects_of(stored.sections, rank, wanted)
         for source, found in ranges_by_rank(pieces[rank]).items():
             ranges.setdefault(source, []).extend(found)
-        ranges.setdefault(rank, []).extend((offset, length) for _, offset, length in objects[rank])
+        for _, source, offset, length in objects[rank]:
+            ranges.setdefault(source, []).append((offset, length))
     needs = {rank: chunks_of(chunk_refs(stored.sections[rank]), found) for rank, found in ranges.items()}
     fetched = fetcher.fetch(needs, held, arena, deadline=deadline)
     files: set[Path] = set()
-    answers = {rank: list(_answer(fetched, pieces[rank], objects[rank], rank, files)) for rank in wants}
+    answers = {rank: list(_answer(fetched, pieces[rank], objects[rank], files)) for rank in wants}
     return NodePlan(answers=answers, files=frozenset(files), bytes_by_tier=dict(fetched.bytes_by_tier))
 
 
-def _objects(section: RankSection, rank: int, names: Sequence[str]) -> list[tuple[int, int, int]]:
-    """Return (position in names, offset, length) in the rank's own stream."""
-    there = {
-        name: (offset, length)
-        for name, offset, length in zip(section.object_names, section.object_offset, section.object_length, strict=True)
-    }
-    missing = [name for name in names if name not in there]
-    if missing:
-        raise DaemonError.of(
-            f"objects {missing[:NAMES_SHOWN]} are not in the snapshot",
-            reason=error_pb2.REASON_LAYOUT_MISMATCH,
-            rank=rank,
-            phase="restore",
-        )
-    return [(at, *there[name]) for at, name in enumerate(names)]
-
-
 def _answer(
-    fetched: Fetched, pieces: Sequence[Piece], objects: Sequence[tuple[int, int, int]], rank: int, files: set[Path]
+    fetched: Fetched, pieces: Sequence[Piece], objects: Sequence[tuple[int, int, int, int]], files: set[Path]
 ) -> list[FetchedPart]:
     parts: list[FetchedPart] = []
     for begin in range(0, max(1, len(pieces)), PART_PIECES):
@@ -188,8 +174,8 @@ def _answer(
             part.source_offset.extend(piece.source[0])
             part.source_length.extend(piece.source[1])
         if begin == 0:
-            for at, stream_offset, length in objects:
-                path, offset = _located(fetched, rank, stream_offset, length)
+            for at, source, stream_offset, length in objects:
+                path, offset = _located(fetched, source, stream_offset, length)
                 part.object.append(at)
                 part.object_file.append(table.setdefault(path, len(table)))
                 part.object_offset.append(offset)

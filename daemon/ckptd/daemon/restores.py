@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.daemon import restore_plan
+from ckptd.daemon import any_mesh, restore_plan
+from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob
 from ckptd.daemon.restore_plan import NodePlan, Stored
@@ -28,7 +29,6 @@ from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
-from ckptd.protos.snapshot_pb2 import ShardTable
 
 if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
@@ -48,8 +48,7 @@ class Ask:
 class Want:
     """A rank that said what it wants."""
 
-    rows: list[ShardTable]
-    objects: list[str]
+    wanted: Wanted
     answer: asyncio.Future[list[FetchedPart]]
 
 
@@ -113,9 +112,7 @@ class NodeRestore:
             if self._asks.get(rank) is ask:
                 del self._asks[rank]
 
-    async def want(
-        self, session: Session, number: int, rows: list[ShardTable], objects: list[str], refused: Error | None
-    ) -> list[FetchedPart]:
+    async def want(self, session: Session, number: int, wanted: Wanted, refused: Error | None) -> list[FetchedPart]:
         """Answer Want: where the verified bytes stand, once all ranks of the run are ready.
 
         Raises:
@@ -128,7 +125,7 @@ class NodeRestore:
         if attempt is None or attempt.number != number:
             self._superseded.add(session.rank)
             return [FetchedPart(superseded=True)]
-        want = Want(rows=rows, objects=objects, answer=asyncio.get_running_loop().create_future())
+        want = Want(wanted=wanted, answer=asyncio.get_running_loop().create_future())
         attempt.wants[session.rank] = want
         if refused is not None:
             self._failed(attempt, session.rank, refused)
@@ -252,7 +249,7 @@ class NodeRestore:
             attempt.leases.append(self._held.read_lease(snapshot))
         begun = time.monotonic()
         deadline = begun + self._link.about.options.restore_timeout_s
-        wants = {rank: (shard_table.concat(want.rows), want.objects) for rank, want in attempt.wants.items()}
+        wants = {rank: want.wanted for rank, want in attempt.wants.items()}
         try:
             attempt.plan = await loop.run_in_executor(
                 None,
@@ -306,7 +303,10 @@ class NodeRestore:
             mesh=committed.mesh,
             world=committed.world,
             attempt=attempt.number,
+            other_mesh=stored.other_mesh,
         )
+        if stored.other_mesh:
+            return [StoredPart(found=found), *any_mesh.offer(stored.sections)]
         section = stored.sections[rank]
         first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
         return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]

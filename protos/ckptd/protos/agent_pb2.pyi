@@ -864,6 +864,7 @@ class StoredPart(google.protobuf.message.Message):
         MESH_FIELD_NUMBER: builtins.int
         WORLD_FIELD_NUMBER: builtins.int
         ATTEMPT_FIELD_NUMBER: builtins.int
+        OTHER_MESH_FIELD_NUMBER: builtins.int
         found: builtins.bool
         """False: the root holds no step."""
         step: builtins.int
@@ -876,6 +877,10 @@ class StoredPart(google.protobuf.message.Message):
         """Ranks that saved it."""
         attempt: builtins.int
         """Names this attempt; goes into Want."""
+        other_mesh: builtins.bool
+        """The step was saved on another mesh: `rows` holds every global tensor once and whole, and each stored rank's own
+        rows (see row_ranks); objects stand in `rank_objects`. A client that does not know this field compares `mesh`.
+        """
         @property
         def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
             """As given to save()."""
@@ -905,14 +910,45 @@ class StoredPart(google.protobuf.message.Message):
             mesh: ckptd.protos.snapshot_pb2.Mesh | None = ...,
             world: builtins.int = ...,
             attempt: builtins.int = ...,
+            other_mesh: builtins.bool = ...,
         ) -> None: ...
         def HasField(self, field_name: typing.Literal["mesh", b"mesh"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "fell_back_from", b"fell_back_from", "found", b"found", "mesh", b"mesh", "metrics", b"metrics", "step", b"step", "tags", b"tags", "tier", b"tier", "timeline", b"timeline", "world", b"world"]) -> None: ...
+        def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "fell_back_from", b"fell_back_from", "found", b"found", "mesh", b"mesh", "metrics", b"metrics", "other_mesh", b"other_mesh", "step", b"step", "tags", b"tags", "tier", b"tier", "timeline", b"timeline", "world", b"world"]) -> None: ...
+
+    @typing.final
+    class RankObjects(google.protobuf.message.Message):
+        """What one stored rank holds besides rows."""
+
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        RANK_FIELD_NUMBER: builtins.int
+        COORDINATE_FIELD_NUMBER: builtins.int
+        NAMES_FIELD_NUMBER: builtins.int
+        rank: builtins.int
+        """Stored rank."""
+        @property
+        def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+            """Its coordinate on Found.mesh."""
+
+        @property
+        def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+            """Its objects."""
+
+        def __init__(
+            self,
+            *,
+            rank: builtins.int = ...,
+            coordinate: collections.abc.Iterable[builtins.int] | None = ...,
+            names: collections.abc.Iterable[builtins.str] | None = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "names", b"names", "rank", b"rank"]) -> None: ...
 
     FOUND_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
     OBJECT_NAMES_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
+    ROW_RANKS_FIELD_NUMBER: builtins.int
+    RANK_OBJECTS_FIELD_NUMBER: builtins.int
     @property
     def found(self) -> global___StoredPart.Found:
         """Set in the first part only."""
@@ -927,7 +963,15 @@ class StoredPart(google.protobuf.message.Message):
 
     @property
     def aliases(self) -> ckptd.protos.snapshot_pb2.AliasTable:
-        """Names stored at this rank's coordinate that share memory."""
+        """Names stored at this rank's coordinate (another mesh: at any) that share memory."""
+
+    @property
+    def row_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Another mesh only, row of rows: the stored rank whose own it is; 0 and meaningless for scope GLOBAL."""
+
+    @property
+    def rank_objects(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredPart.RankObjects]:
+        """Another mesh only: every stored rank once, over all parts."""
 
     def __init__(
         self,
@@ -936,9 +980,11 @@ class StoredPart(google.protobuf.message.Message):
         rows: ckptd.protos.snapshot_pb2.ShardTable | None = ...,
         object_names: collections.abc.Iterable[builtins.str] | None = ...,
         aliases: ckptd.protos.snapshot_pb2.AliasTable | None = ...,
+        row_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        rank_objects: collections.abc.Iterable[global___StoredPart.RankObjects] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "object_names", b"object_names", "rows", b"rows"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "object_names", b"object_names", "rank_objects", b"rank_objects", "row_ranks", b"row_ranks", "rows", b"rows"]) -> None: ...
 
 global___StoredPart = StoredPart
 
@@ -953,6 +999,8 @@ class WantPart(google.protobuf.message.Message):
     ROWS_FIELD_NUMBER: builtins.int
     OBJECT_NAMES_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    ROW_RANKS_FIELD_NUMBER: builtins.int
+    OBJECT_RANKS_FIELD_NUMBER: builtins.int
     session: builtins.str
     """First part only."""
     attempt: builtins.int
@@ -969,6 +1017,14 @@ class WantPart(google.protobuf.message.Message):
     def refused(self) -> ckptd.protos.error_pb2.Error:
         """Last part only, instead of rows: the rank cannot use this step (layout mismatch and the like)."""
 
+    @property
+    def row_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Row of rows: stored rank whose own it is, for rows of scope PER_RANK of another mesh; empty: this rank's coordinate."""
+
+    @property
+    def object_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Row of object_names: stored rank whose object it is; empty: this rank's coordinate."""
+
     def __init__(
         self,
         *,
@@ -977,9 +1033,11 @@ class WantPart(google.protobuf.message.Message):
         rows: ckptd.protos.snapshot_pb2.ShardTable | None = ...,
         object_names: collections.abc.Iterable[builtins.str] | None = ...,
         refused: ckptd.protos.error_pb2.Error | None = ...,
+        row_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        object_ranks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["refused", b"refused", "rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "object_names", b"object_names", "refused", b"refused", "rows", b"rows", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "object_names", b"object_names", "object_ranks", b"object_ranks", "refused", b"refused", "row_ranks", b"row_ranks", "rows", b"rows", "session", b"session"]) -> None: ...
 
 global___WantPart = WantPart
 

@@ -1,0 +1,222 @@
+"""Any mesh to any mesh: the daemon's pieces and the client's cut, the rules for what was each rank's own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from ckptd.client import InvalidRequest, optimizer_merge, rng
+from ckptd.client.fetched import FetchedPiece
+from ckptd.client.placements import LocalBox, boxes_of_placements, chunk
+from ckptd.client.resharding import Gathered
+from ckptd.client.stored import Elsewhere, Stored
+from ckptd.client.targets import ObjectKey, Targets, Wanted
+from ckptd.client.values import encode
+from ckptd.daemon.any_mesh import Wanted as WantedByRank
+from ckptd.daemon.any_mesh import objects_of, offer
+from ckptd.daemon.chunks import stream_layout
+from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.reshard import StoredRows
+from ckptd.protos import shard_table
+from ckptd.protos.agent_pb2 import WantPart
+from ckptd.protos.shard_table import ShardRow
+from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, RankSection
+
+Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def row(name: str, shape: tuple[int, ...], box: LocalBox | None = None, scope: int = SCOPE_GLOBAL) -> ShardRow:
+    offset, length = (box.offset, box.length) if box else ((0,) * len(shape), shape)
+    nbytes = 4 * math.prod(length)
+    return ShardRow(
+        name=name, dtype="int32", global_shape=shape, offset=offset, length=length, scope=scope, nbytes=nbytes
+    )
+
+
+@st.composite
+def meshes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[LocalBox, ...]]:
+    """Draw a mesh with placements; return the boxes of every rank."""
+    sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    kinds: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
+    placements = tuple(draw(st.sampled_from(kinds)) for _ in sizes)
+    held = []
+    for coordinate in itertools.product(*map(range, sizes)):
+        local = list(shape)
+        for size, at, placement in zip(sizes, coordinate, placements, strict=True):
+            if isinstance(placement, Shard):
+                local[placement.dim] = chunk(local[placement.dim], size, at)[1]
+        boxes = boxes_of_placements(shape, sizes, coordinate, placements, tuple(local))
+        held.append(boxes if math.prod(local) else ())
+    return held
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 7), max_size=3).map(tuple))
+@settings(max_examples=300, deadline=None)
+def test_any_mesh_is_read_out_of_any_other(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Every rank of the second mesh holds exactly its elements, whatever the shapes, meshes and placements."""
+    whole = torch.arange(1, 1 + math.prod(shape), dtype=torch.int32).reshape(shape)
+    sections, streams = {}, {}
+    written: dict[Box, int] = {}
+    for rank, boxes in enumerate(data.draw(meshes(shape))):
+        rows = [row("t", shape, box) for box in boxes]
+        writer = [written.setdefault(each.box, rank) for each in rows]
+        table = shard_table.build(rows)
+        layout = stream_layout(rank, table, writer)
+        sections[rank] = RankSection(rank=rank, shards=table, writer=writer, stream_offset=layout.offsets)
+        stream = torch.zeros(layout.data_bytes, dtype=torch.uint8)
+        for box, owner, at in zip(boxes, writer, layout.offsets, strict=True):
+            if owner == rank:
+                content = part(whole, box).contiguous().reshape(-1).view(torch.uint8)
+                stream[at : at + content.numel()] = content
+        streams[rank] = stream
+    stored = StoredRows(sections)
+    for boxes in data.draw(meshes(shape)):
+        wanted = [Wanted(row=row("t", shape, box), view=torch.zeros(box.length, dtype=torch.int32)) for box in boxes]
+        for piece in stored.pieces(shard_table.build(one.row for one in wanted), None):
+            offset, length = piece.source
+            one = FetchedPiece(
+                wanted=wanted[piece.want_row], path="", at=piece.stream_offset, offset=offset, length=length
+            )
+            assert one.nbytes == piece.nbytes
+            one.target().copy_(one.source(streams[piece.rank][one.at : one.at + one.nbytes]))
+        for box, one_wanted in zip(boxes, wanted, strict=True):
+            assert torch.equal(one_wanted.view, part(whole, box))
+
+
+def part(whole: torch.Tensor, box: LocalBox) -> torch.Tensor:
+    return whole[tuple(slice(at, at + size) for at, size in zip(box.offset, box.length, strict=True))]
+
+
+def two_ranks() -> dict[int, RankSection]:
+    """A tensor in two halves, a tensor of each rank's own, and a loader on both ranks."""
+    sections = {}
+    for rank in range(2):
+        half = LocalBox(offset=(2 * rank,), length=(2,), local_offset=(0,))
+        rows = [row("w", (4,), half), row("loader/own", (rank + 1,), scope=SCOPE_PER_RANK)]
+        sections[rank] = RankSection(
+            rank=rank,
+            coordinate=[rank],
+            shards=shard_table.build(rows),
+            writer=[rank, rank],
+            stream_offset=[0, 64],
+            object_names=["loader"],
+            object_offset=[128],
+            object_length=[5 + rank],
+        )
+    return sections
+
+
+def test_the_offer_holds_each_global_tensor_once_and_whole() -> None:
+    """And what was one rank's own under that rank."""
+    rows, owners, ranks = [], [], []
+    for answer in offer(two_ranks()):
+        rows += list(shard_table.iter_rows(answer.rows))
+        owners += list(answer.row_ranks)
+        ranks += [(one.rank, list(one.coordinate), list(one.names)) for one in answer.rank_objects]
+    assert [(each.name, each.length, owner) for each, owner in zip(rows, owners, strict=True)] == [
+        ("w", (4,), 0),
+        ("loader/own", (1,), 0),
+        ("loader/own", (2,), 1),
+    ]
+    assert rows[0].nbytes == 16
+    assert ranks == [(0, [0], ["loader"]), (1, [1], ["loader"])]
+
+
+def test_an_object_is_taken_from_the_rank_that_was_named() -> None:
+    """Not from the one at the same number."""
+    wanted = WantedByRank()
+    wanted.take(WantPart(object_names=["loader", "loader"], object_ranks=[1, 0]))
+    assert objects_of(two_ranks(), 0, wanted) == [(0, 1, 128, 6), (1, 0, 128, 5)]
+
+
+def test_a_want_whose_columns_do_not_fit_is_refused() -> None:
+    """Two names and one rank say nothing."""
+    wanted = WantedByRank()
+    wanted.take(WantPart(object_names=["loader", "loader"], object_ranks=[1]))
+    with pytest.raises(DaemonError, match="1 stored ranks for 2 entries"):
+        wanted.rows()
+
+
+def gathered(*values: object) -> Gathered:
+    elsewhere = Elsewhere(
+        coordinates={rank: {"dp": rank} for rank in range(len(values))},
+        objects={rank: ["loader"] for rank in range(len(values))},
+        own_rows={},
+        step=7,
+        here={"dp": 1},
+        world=2,
+    )
+    targets = Targets(Stored([], [], {}, elsewhere), lambda _name, _leaf, default: default)
+    data: dict[ObjectKey, bytes] = {
+        ("loader", rank): encode(value, "loader").SerializeToString() for rank, value in enumerate(values)
+    }
+    return Gathered(elsewhere, targets, data)
+
+
+def test_equal_objects_need_no_hook_and_others_do() -> None:
+    """The error names the entry, the way out, and nothing is chosen."""
+    assert gathered({"at": 3}, {"at": 3}).one("loader", hook=None, is_per_rank=False) == {"at": 3}
+    with pytest.raises(InvalidRequest, match=r"loader.*not the same on its 2 ranks") as caught:
+        gathered({"at": 3}, {"at": 4}).one("loader", hook=None, is_per_rank=False)
+    assert "on_reshard" in caught.value.hint
+    with pytest.raises(InvalidRequest, match="each rank's own"):
+        gathered({"at": 3}, {"at": 3}).one("loader", hook=None, is_per_rank=True)
+
+
+def test_a_hook_gets_all_pieces_with_their_places() -> None:
+    """And this rank's coordinate."""
+
+    def hook(pieces: Any, here: Any) -> object:
+        return [(dict(piece.coordinate), piece.value) for piece in pieces], dict(here)
+
+    found = gathered(1.5, 2.5).one("loader", hook=hook, is_per_rank=True)
+    assert found == ([({"dp": 0}, 1.5), ({"dp": 1}, 2.5)], {"dp": 1})
+
+
+def value(*groups: dict[str, object], **state: dict[str, object]) -> dict[str, object]:
+    return {"param_groups": list(groups), "state": state, "empty": {}, "host": [], "local": []}
+
+
+def test_groups_of_stages_are_joined_by_parameter_names() -> None:
+    """Each stage held a part of every group; an empty group goes by its number."""
+    first = value({"lr": 0.1, "params": ["a"]}, {"lr": 0.2, "params": ["b"]}, {"lr": 0.3, "params": []})
+    second = value({"lr": 0.1, "params": ["c"]}, {"lr": 0.2, "params": []}, {"lr": 0.3, "params": []}, c={"n": 1})
+    made = optimizer_merge.merged("optimizer", [first, second], [{"a", "c"}, {"b"}, set()])
+    assert made["param_groups"] == [
+        {"lr": 0.1, "params": ["a", "c"]},
+        {"lr": 0.2, "params": ["b"]},
+        {"lr": 0.3, "params": []},
+    ]
+    assert made["state"] == {"c": {"n": 1}}
+
+
+def test_hyperparameters_that_differ_are_an_error_that_names_them() -> None:
+    """Nothing is averaged or chosen."""
+    ranks = [value({"lr": 0.1, "params": ["a"]}), value({"lr": 0.2, "params": ["c"]})]
+    with pytest.raises(InvalidRequest, match=r"did not agree about lr"):
+        optimizer_merge.merged("optimizer", ranks, [{"a", "c"}])
+    with pytest.raises(InvalidRequest, match=r"in no param_group of the snapshot: z"):
+        optimizer_merge.merged("optimizer", ranks[:1], [{"a", "z"}])
+
+
+def seeds(states: list[bytes], axes: list[dict[str, int]], here: dict[str, int], step: int = 3) -> bytes:
+    return rng.derived(dict(enumerate(states)), dict(enumerate(axes)), here, step=step)
+
+
+def test_generators_differ_along_the_axes_that_told_ranks_apart() -> None:
+    """Dp did and tp did not; of an axis that is new, tp alone is shared."""
+    axes = [{"dp": dp, "tp": tp} for dp in range(2) for tp in range(2)]
+    states = [b"x", b"x", b"y", b"y"]
+    assert seeds(states, axes, {"dp": 0, "tp": 0}) == seeds(states, axes, {"dp": 0, "tp": 3})
+    assert seeds(states, axes, {"dp": 0, "tp": 0}) != seeds(states, axes, {"dp": 1, "tp": 0})
+    one = [{"dp": 0, "tp": 0}]
+    assert seeds([b"x"], one, {"dp": 0, "tp": 0}) == seeds([b"x"], one, {"dp": 0, "tp": 1})
+    assert seeds([b"x"], one, {"dp": 0, "tp": 0}) != seeds([b"x"], one, {"dp": 1, "tp": 0})
+    assert seeds([b"x"], one, {"dp": 0, "tp": 0}) != seeds([b"x"], one, {"dp": 0, "tp": 0}, step=4)
