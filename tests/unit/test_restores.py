@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from fixtures.raw_rank import options
 
+from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.restores import NodeRestore
 from ckptd.daemon.session import Session
@@ -53,7 +54,7 @@ def test_a_rank_that_wants_after_the_restore_failed_hears_why(attempts: int) -> 
             CoordinatorMessage(restore_error=CoordinatorMessage.RestoreError(attempt=attempts, error=bad))
         )
         with pytest.raises(DaemonError) as caught:
-            await restores.want(session, 1, [], [], None)
+            await restores.want(session, 1, Wanted(), None)
         return caught.value.error
 
     assert asyncio.run(play()).reason == error_pb2.REASON_CORRUPT
@@ -66,7 +67,7 @@ def test_a_rank_that_wants_a_step_that_was_left_is_told_to_ask_again() -> None:
         restores, session = node_restore()
         restores.on_message(chosen(1))
         restores.on_message(chosen(2))
-        answer = await restores.want(session, 1, [], [], None)
+        answer = await restores.want(session, 1, Wanted(), None)
         return answer[0].superseded
 
     assert asyncio.run(play())
