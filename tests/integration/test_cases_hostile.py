@@ -85,6 +85,42 @@ def test_s136_a_pickle_in_place_of_anything_runs_nothing(
     assert live["notes"] == blank["notes"]
 
 
+@pytest.mark.parametrize("place", ["chunk of tensors", "chunk of objects", "index"])
+def test_s070_one_bit_flipped_at_rest_is_refused_by_name_and_touches_no_target(
+    two_nodes: TwoNodes, tmp_path: Path, place: str
+) -> None:
+    """on_corrupt="raise" refuses the step and names the object; by default the step before is restored, loudly."""
+    root = tmp_path / "root"
+    two_nodes.saved(root, {"weight": torch.arange(5000.0), "notes": {"n": 1}})
+    two_nodes.saved(root, {"weight": torch.arange(5000.0) + 2, "notes": {"n": 2}}, step=2)
+    path = max(
+        (path for path in root.rglob("*000000000002*") if path.is_file() and "log" not in path.parts),
+        key=lambda path: path.stat().st_size,
+    )
+    if place == "chunk of objects":
+        path = min((root / "chunks").rglob("*.000000000002.*"), key=lambda path: path.stat().st_size)
+    elif place == "index":
+        path = only(root / "index", "000000000002.*/*.pb")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.chmod(0o600)
+    path.write_bytes(data)
+    live, blank = state(), state()
+    with pytest.raises(CkptdError) as caught, two_nodes.on(two_nodes.other, root) as ckpt:
+        ckpt.restore_into(live, on_corrupt="raise")
+    assert (caught.value.reason_name, caught.value.step) == ("CORRUPT", 2)
+    assert path.name in str(caught.value)
+    assert torch.equal(live["weight"], blank["weight"])
+    assert live["notes"] == blank["notes"]
+    with two_nodes.on(two_nodes.other, root) as ckpt:
+        found = ckpt.restore_into(live)
+    assert found is not None
+    assert found.step == 1
+    assert [bad.step for bad in found.fell_back_from] == [2]
+    assert torch.equal(live["weight"], torch.arange(5000.0))
+    assert live["notes"] == {"n": 1}
+
+
 def job_json(root: Path, **changes: object) -> None:
     """Change fields of a root's job.json."""
     path = root / "job.json"

@@ -232,7 +232,11 @@ class NodeRestore:
                 sorted(self._link.ranks),
             )
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
-            self._failed(attempt, min(self._link.ranks), wire_error(failure, phase="restore", node=self._node))
+            self._failed(
+                attempt,
+                min(self._link.ranks),
+                wire_error(failure, phase="restore", step=attempt.chosen.step.step, node=self._node),
+            )
             return
         attempt.loaded.set_result(stored)
         for rank, ask in self._asks.items():
@@ -263,7 +267,11 @@ class NodeRestore:
                 ),
             )
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
-            self._failed(attempt, min(attempt.wants), wire_error(failure, phase="restore", node=self._node))
+            self._failed(
+                attempt,
+                min(attempt.wants),
+                wire_error(failure, phase="restore", step=attempt.chosen.step.step, node=self._node),
+            )
             return
         self._log.emit(
             "fetched",
