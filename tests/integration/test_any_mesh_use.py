@@ -153,7 +153,8 @@ def moe(agent: AgentProcess, steps: int, *flags: str, world: int = 1) -> str:
     command += ["--root", f"file://{agent.folder / 'moe'}", "--corpus-bytes=100000"]
     environment = os.environ | {"CKPTD_SOCKET": str(agent.socket)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LAUNCH_S, check=False, env=environment)
-    assert f"step {steps} loss" in done.stdout, done.stdout[-2000:] + done.stderr[:8000]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:8000]
+    assert f"step {steps} loss" in done.stdout
     return done.stdout
 
 

@@ -26,7 +26,7 @@ from .copying import Copier
 from .errors import CkptdError, InvalidRequest
 from .handles import Ledger, SaveHandle
 from .journal import Journal
-from .link import Link
+from .link import Link, close_all
 from .mapping import Names
 from .mesh import topology
 from .nested import Hook
@@ -425,9 +425,10 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    """Stop the event threads at the interpreter's end, before gRPC goes away. Agents finish what is staged."""
+    """Stop all event threads at the interpreter's end, before gRPC goes away. Agents finish what is staged."""
     for checkpointer in list(_open):
         checkpointer._end(detach=False)  # noqa: SLF001 - same module
+    close_all()
 
 
 atexit.register(_abandon_all)
