@@ -79,6 +79,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """Skipped: every slot still holds a step that is being uploaded."""
     REASON_ABORTED: _Reason.ValueType  # 31
     """The coordinator gave the step up (restart inside the job; the step was not whole)."""
+    REASON_NOT_COMPARED: _Reason.ValueType  # 32
+    """Replicas were not compared in a step in which they had to be."""
     REASON_FENCED: _Reason.ValueType  # 40
     """-- This process is a zombie: it must exit and not be restarted. --
     A newer timeline has taken the job over.
@@ -149,6 +151,8 @@ REASON_BUSY: Reason.ValueType  # 30
 """Skipped: every slot still holds a step that is being uploaded."""
 REASON_ABORTED: Reason.ValueType  # 31
 """The coordinator gave the step up (restart inside the job; the step was not whole)."""
+REASON_NOT_COMPARED: Reason.ValueType  # 32
+"""Replicas were not compared in a step in which they had to be."""
 REASON_FENCED: Reason.ValueType  # 40
 """-- This process is a zombie: it must exit and not be restarted. --
 A newer timeline has taken the job over.
