@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptd.client.copying import Copier
 from ckptd.client.slot_writers import SharedSlot, SlotMaps, StreamedSlot
-from ckptd.client.staging import SlotPlan, fingerprints, plain_bytes, slot_plan
+from ckptd.client.staging import Fingerprints, SlotPlan, plain_bytes, slot_plan
 from ckptd.protos.agent_pb2 import BeginReply, SlotBytes
 
 DTYPES = [
@@ -156,7 +156,9 @@ def test_fingerprints_are_xxh3_of_the_plain_bytes(kinds: list[tuple[torch.dtype,
     tensors += [tensor.t() for tensor in tensors if tensor.ndim == 2]
     tensors.append(torch.arange(40_000).reshape(200, 200).t())
     expected = b"".join(xxhash.xxh3_128(raw(tensor)).digest() for tensor in tensors)
-    assert fingerprints(tensors) == expected
+    copier = Copier(2)
+    assert Fingerprints(tensors, copier).result() == expected
+    copier.close()
 
 
 def test_plain_bytes_do_not_copy_what_stands_right_already() -> None:
