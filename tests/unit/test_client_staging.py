@@ -161,6 +161,28 @@ def test_fingerprints_are_xxh3_of_the_plain_bytes(kinds: list[tuple[torch.dtype,
     copier.close()
 
 
+def test_fingerprints_do_not_depend_on_who_computes_them() -> None:
+    """Small ones in one go, large ones in batches on other threads: each stands at its place, whatever is done first."""
+    sizes = [3, 70_000, 0, 5 << 20, 65_535, 65_536, 9 << 20, 100_000, 1]
+    tensors = [tensor_of(torch.uint8, (size,), at) for at, size in enumerate(sizes)]
+    expected = [xxhash.xxh3_128_digest(raw(tensor)) for tensor in tensors]
+    for threads in (1, 2, 7):
+        copier = Copier(threads)
+        for _ in range(3):
+            assert Fingerprints(tensors, copier).result() == b"".join(expected)
+        copier.close()
+
+
+def test_no_thread_reads_a_tensor_after_a_save_that_failed() -> None:
+    """`copy_into` has returned: the caller may change its tensors, also where the slot could not be written."""
+    tensors = [tensor_of(torch.uint8, (8 << 20,), at) for at in range(6)]
+    copier = Copier(2)
+    pending = Fingerprints(tensors, copier)
+    pending.join()
+    assert all(future.done() for future in pending._pending)
+    copier.close()
+
+
 def test_plain_bytes_do_not_copy_what_stands_right_already() -> None:
     """A large replica costs no second copy of itself."""
     tensor = torch.zeros(10)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import pytest
+import typer
 from fixtures.at_rest import NOW, Shard, build_node, make_claim, replicated_state, timeline
 from fixtures.coordinated import Play, Run
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptd.daemon import history, log_reader
+from ckptd.daemon.cli.show import show
 from ckptd.daemon.comparisons import Comparisons, parse_policy
 from ckptd.daemon.coordinator.comparing import Schedule
 from ckptd.daemon.keys import StepId, decision_key, parse_key
 from ckptd.daemon.offline import write_start
 from ckptd.daemon.records import parse_record
+from ckptd.daemon.slabs import SlabReader
+from ckptd.daemon.state_diff import diff_steps
+from ckptd.daemon.step_copy import copy_step, plan_copy
+from ckptd.daemon.stored_step import read_stored_step
 from ckptd.daemon.verify import Verdict, verify_step
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import NodeMessage
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import Committed, StepRef
+from ckptd.storage_backends.local import LocalStore
 
 State = Mapping[int, tuple[Sequence[Shard], Mapping[str, bytes]]]
 DIFFER = Error(reason=error_pb2.REASON_REPLICAS_DIFFER)
@@ -338,6 +347,46 @@ def test_no_schedule_relies_on_what_was_not_committed_or_lies_behind_a_restore(e
                 schedule.committed(old, begun_in=begun_in, was_compared=was_compared)
                 if was_compared and begun_in == schedule.round:
                     good.add(old)
+
+
+def test_show_says_where_replicas_were_last_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In words, and in the record's own field names."""
+    run = Play(states=replicated_state, store=LocalStore(tmp_path)).run(verify_replicas="first").attach()
+    saved(run, 1, 2, 3)
+    for step, said in (
+        (1, "compared in this step"),
+        (3, f"not compared in this step; last in step 1 of {run.timeline}"),
+    ):
+        with pytest.raises(typer.Exit) as ended:
+            show(f"file://{tmp_path}", step)
+        assert ended.value.exit_code == 0
+        lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+        assert ["replicas", said] in lines
+    with pytest.raises(typer.Exit):
+        show(f"file://{tmp_path}", 3, json=True)
+    assert json.loads(capsys.readouterr().out)["committed"]["compared_in"] == {"step": "1", "timeline": run.timeline}
+
+
+def test_a_step_that_was_left_uncompared_is_copied_and_compared_with_others(tmp_path: Path) -> None:
+    """Its copy is good by itself, though the step that was compared is not there; diffs see its bits, not the zeros."""
+    play = drifting()
+    run = play.run(verify_replicas="first").attach()
+    saved(run, 1, 2, 3)
+    target = LocalStore(tmp_path)
+    copy_step(play.store, target, plan_copy(play.store, read_stored_step(play.store, 3)))
+    _, newest = log_reader.read_newest(target)
+    assert newest is not None
+    assert verify_step(target, newest, newest.listed[0]).verdict is Verdict.GOOD
+    before, after, copied = (
+        (step, SlabReader(store, step))
+        for store, step in (
+            (play.store, read_stored_step(play.store, 2)),
+            (play.store, read_stored_step(play.store, 3)),
+            (target, read_stored_step(target, 3)),
+        )
+    )
+    assert [diff.key.name for diff in diff_steps(before, copied, values=False).tensors] == ["v", "w"]
+    assert diff_steps(after, copied).is_equal
 
 
 # ---------------------------------------------------------------- who may leave fingerprints out
