@@ -477,9 +477,9 @@ def left_behind(run: Run, *steps: int) -> None:
         run.put(step, 1)
 
 
-def resumed(play: Play, **options: object) -> Run:
+def resumed(play: Play, policy: str = "always") -> Run:
     """Return the next run's coordinator, after it has resolved history and saved a step."""
-    run = play.run(**options).attach()
+    run = play.run(verify_replicas=policy).attach()
     run.save(100)
     run.settle()
     return run
@@ -499,7 +499,7 @@ def test_an_uncompared_step_is_adopted_on_what_the_newest_record_says() -> None:
     run = play.run(verify_replicas="first", keep_last=1, slots=4).attach()
     saved(run, 1, 2)
     left_behind(run, 3)
-    after = resumed(play, verify_replicas="first")
+    after = resumed(play, "first")
     assert adopted(after) == [3]
     assert after.word(100) is None
     _, newest = log_reader.read_newest(play.store)
