@@ -7,8 +7,9 @@ The figure of a save is that of its slowest rank.
 
     python benchmarks/replicas.py [--ranks 2] [--mib 128] [--tensors 100] [--rounds 8] [--json]
 
-Prints medians in seconds, how many saves were compared, and which share of the stall comparing has in percent: against the
-saves of "first", which after the first one do without. On fewer cores than ranks, ranks also wait for each other's work.
+Prints how many saves were compared, medians in seconds, and which share comparing has in percent: of the stall, and of the
+processor time that all threads of a rank use in it. Both are told against the saves of "first", which after the first one do
+without. On fewer cores than ranks, or beside other work, stalls vary much; processor time does so less.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def rank_main(args: argparse.Namespace) -> None:
     sources = [*(parameter.detach() for parameter in model.parameters()), *state]
     arms = {name: name for name in POLICIES} | {SERIAL: "always"}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
+    processor: dict[str, list[float]] = {name: [] for name in arms}
     hashed: dict[str, list[int]] = {name: [] for name in arms}
     checkpointers = {
         name: Checkpointer(
@@ -106,13 +108,14 @@ def rank_main(args: argparse.Namespace) -> None:
                 Counted.tensors = 0
                 with mock.patch.object(Copier, "beside", at_once if name == SERIAL else Copier.beside):
                     dist.barrier()
-                    begin = time.perf_counter()
+                    begin, used = time.perf_counter(), time.process_time()
                     handle = checkpointers[name].save(number)
                     seconds[name].append(time.perf_counter() - begin)
+                    processor[name].append(time.process_time() - used)
                 handle.wait()
                 hashed[name].append(Counted.tensors)
-    everybody: list[tuple[dict[str, list[float]], dict[str, list[int]]]] = [({}, {})] * dist.get_world_size()
-    dist.all_gather_object(everybody, (seconds, hashed))
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, (seconds, processor, hashed))
     if dist.get_rank() == 0:
         args.out.write_text(json.dumps(everybody))
     dist.destroy_process_group()
@@ -169,8 +172,6 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     subprocess.run(command, check=True, timeout=600, stdout=sys.stderr, env={**os.environ, "OMP_NUM_THREADS": "1"})
     ranks = json.loads(out.read_text())
     rounds = range(WARM, args.rounds + WARM)
-    slowest = {arm: [max(rank[0][arm][number] for rank in ranks) for number in rounds] for arm in ranks[0][0]}
-    compared = {arm: [any(rank[1][arm][number] for rank in ranks) for number in rounds] for arm in ranks[0][1]}
     result: dict[str, object] = {
         "ranks": args.ranks,
         "bytes_per_rank": args.mib << 20,
@@ -178,17 +179,28 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         "rounds": args.rounds,
         "cpus": len(os.sched_getaffinity(0)),
     }
-    # What comparing costs is told by the saves that do without: they copy the same bytes in the same rounds.
-    bare = statistics.median(slowest["first"])
-    for arm, saves in slowest.items():
-        result[f"{arm}: save_s"] = round(statistics.median(saves), 5)
-        result[f"{arm}: compared"] = f"{sum(compared[arm])} of {len(saves)}"
-        kinds = [
-            [save for save, was in zip(saves, compared[arm], strict=True) if was is kind] for kind in (True, False)
-        ]
-        mean = sum(len(kind) * statistics.median(kind) for kind in kinds if kind) / len(saves)
-        result[f"{arm}: share_of_stall_percent"] = round(100 * (1 - bare / mean), 1)
+    stall = {arm: [max(rank[0][arm][at] for rank in ranks) for at in rounds] for arm in ranks[0][0]}
+    used = {arm: [statistics.mean(rank[1][arm][at] for rank in ranks) for at in rounds] for arm in ranks[0][1]}
+    was = {arm: [any(rank[2][arm][at] for rank in ranks) for at in rounds] for arm in ranks[0][2]}
+    for arm, stalls in stall.items():
+        result[f"{arm}: compared"] = f"{sum(was[arm])} of {args.rounds}"
+        result[f"{arm}: save_s"] = round(typical(stalls, was[arm]), 5)
+        result[f"{arm}: processor_s"] = round(typical(used[arm], was[arm]), 5)
+        # What comparing costs is told by the saves that do without: they copy the same bytes in the same rounds.
+        result[f"{arm}: share_of_stall_percent"] = share(stall["first"], stalls, was[arm])
+        result[f"{arm}: share_of_processor_percent"] = share(used["first"], used[arm], was[arm])
     return result
+
+
+def typical(saves: list[float], was_compared: list[bool]) -> float:
+    """Return what a save takes: the medians of those that were compared and of those that were not, each as often as it was."""
+    kinds = [[save for save, was in zip(saves, was_compared, strict=True) if was is kind] for kind in (True, False)]
+    return sum(len(kind) * statistics.median(kind) for kind in kinds if kind) / len(saves)
+
+
+def share(bare: list[float], saves: list[float], was_compared: list[bool]) -> float:
+    """Return how much of these saves, in percent, is more than the bare ones took."""
+    return round(100 * (1 - statistics.median(bare) / typical(saves, was_compared)), 1)
 
 
 if __name__ == "__main__":
