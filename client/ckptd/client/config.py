@@ -92,7 +92,9 @@ class Config(BaseSettings):
         description="When ranks that hold the same box are compared: always, first (once per run, restore and layout), or "
         "every:N saves.",
     )
-    copy_threads: int = Field(default=2, ge=1, le=64, description="Threads that copy large tensors into the slot.")
+    copy_threads: int = Field(
+        default=2, ge=1, le=64, description="Threads that copy large tensors into the slot and fingerprint replicas."
+    )
     audit: AuditMode = Field(
         default="warn",
         description="What the first save does with state that may be missing from snapshots: warn, raise, or off.",
