@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from fixtures.fake_agent import FakeAgent, running_agent
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ from ckptd.client import (
     SnapshotNotFound,
     Unavailable,
 )
+from ckptd.client.staging import plain_bytes
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import Event
 from ckptd.protos.error_pb2 import Error
@@ -312,8 +314,6 @@ def test_a_state_may_hold_everything_that_can_be_tracked(make: Make) -> None:
 
 def test_replicas_that_others_write_are_fingerprinted_and_not_staged(make: Make, fake_agent: FakeAgent) -> None:
     """Their rows stand in the trailer, with xxh3-128 of the bytes at the cut."""
-    import xxhash  # noqa: PLC0415
-
     fake_agent.not_written = lambda name: name.endswith("bias")
     net = nn.Linear(3, 2)
     checkpointer = make()
@@ -325,6 +325,50 @@ def test_replicas_that_others_write_are_fingerprinted_and_not_staged(make: Make,
     assert list(kept.trailer.replica_row) == [1]
     assert kept.trailer.replica_fingerprints == xxhash.xxh3_128_digest(net.bias.detach().numpy().tobytes())
     assert dict(kept.trailer.versions).keys() == {"ckptd", "torch"}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_replicas_are_not_read_where_begin_says_so(
+    make: Make, fake_agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """No tensor of theirs is fingerprinted, and the trailer says that this was meant; the next step has all of them."""
+    read: list[torch.Tensor] = []
+
+    def counted(tensor: torch.Tensor) -> memoryview:
+        read.append(tensor)
+        return plain_bytes(tensor)
+
+    monkeypatch.setattr("ckptd.client.staging.plain_bytes", counted)
+    fake_agent.not_written = lambda name: name.endswith("large")
+    net = nn.Linear(3, 2)
+    net.register_buffer("large", torch.arange(100_000.0))
+    checkpointer = make(copy_threads=threads)
+    checkpointer.track(model=net)
+    for step, left in ((1, False), (2, True), (3, False)):
+        read.clear()
+        fake_agent.leave_uncompared = left
+        checkpointer.save(step).wait()
+        trailer = fake_agent.kept[step].trailer
+        assert trailer.uncompared is left
+        assert list(trailer.replica_row) == ([] if left else [2])
+        digest = xxhash.xxh3_128_digest(net.get_buffer("large").numpy().tobytes())
+        assert trailer.replica_fingerprints == (b"" if left else digest)
+        assert len(read) == (0 if left else 1)
+
+
+def test_the_policy_travels_with_the_run_and_is_checked_here(
+    make: Make, fake_agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Argument, variable, default; what is none of them is refused with what there is."""
+    make()
+    make(verify_replicas="every:7")
+    monkeypatch.setenv("CKPTD_VERIFY_REPLICAS", "first")
+    make()
+    assert [one.options.verify_replicas for one in fake_agent.attached] == ["always", "every:7", "first"]
+    assert [one.options.verify_replicas for one in fake_agent.led] == ["always", "every:7", "first"]
+    for text in ("never", "every:0", "every:07", "every:1000000", "First", "first\n"):
+        with pytest.raises(InvalidRequest, match=r"verify_replicas.*always, first, every:N"):
+            make(verify_replicas=text)
 
 
 def test_unchanged_layouts_exchange_nothing(make: Make, fake_agent: FakeAgent) -> None:

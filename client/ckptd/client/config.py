@@ -25,6 +25,7 @@ StoreDriver = Literal["auto", "obstore", "fsspec"]
 
 MAX_SOCKET_PATH_BYTES = 107
 """What fits into a Unix socket address. Source: unix(7), sun_path."""
+_POLICY = re.compile(r"always|first|every:[1-9][0-9]{0,5}")
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://.")
 
 
@@ -86,7 +87,14 @@ class Config(BaseSettings):
         default=120.0, ge=0, le=86400, description="Longest wait for uploads of an older timeline that still run."
     )
     store_driver: StoreDriver = Field(default="auto", description="auto, obstore or fsspec.")
-    copy_threads: int = Field(default=2, ge=1, le=64, description="Threads that copy large tensors into the slot.")
+    verify_replicas: str = Field(
+        default="always",
+        description="When ranks that hold the same box are compared: always, first (once per run, restore and layout), or "
+        "every:N saves.",
+    )
+    copy_threads: int = Field(
+        default=2, ge=1, le=64, description="Threads that copy large tensors into the slot and fingerprint replicas."
+    )
     audit: AuditMode = Field(
         default="warn",
         description="What the first save does with state that may be missing from snapshots: warn, raise, or off.",
@@ -101,6 +109,13 @@ class Config(BaseSettings):
         if root and not _SCHEME.match(root):
             raise ValueError(f"{root!r} is no URL; write s3://bucket/prefix or file:///absolute/folder")
         return root
+
+    @field_validator("verify_replicas")
+    @classmethod
+    def _policy_is_known(cls, policy: str) -> str:
+        if not _POLICY.fullmatch(policy):
+            raise ValueError(f"{policy!r} is none of always, first, every:N (N from 1 to 999999)")
+        return policy
 
     @field_validator("job")
     @classmethod
@@ -162,6 +177,7 @@ class Settings(TypedDict, total=False):
     restore_timeout_s: float
     posthumous_timeout_s: float
     store_driver: StoreDriver
+    verify_replicas: str
     copy_threads: int
     audit: AuditMode
     client_event_log: Path | None

@@ -203,6 +203,7 @@ class NodeSave:
                         tail_offset=slot.header.tail_offset,
                         tail_capacity=slot.tail_capacity,
                         timeline=decision.timeline,
+                        leave_uncompared=snapshot.about.HasField("compared_in"),
                     )
                 )
 
@@ -230,6 +231,8 @@ class NodeSave:
         )
         if decision.HasField("base"):
             about.base.CopyFrom(decision.base)
+        if decision.HasField("compared_in"):
+            about.compared_in.CopyFrom(decision.compared_in)
         tails = {rank: wait.request.tail_bytes for rank, wait in waiting.items()}
         processes = {rank: self._link.ranks[rank].about.process or self._link.ranks[rank].token for rank in waiting}
         return await self._held.begin(about, tails, processes, max(1, self._link.about.options.slots))

@@ -212,6 +212,7 @@ class RunOptions(google.protobuf.message.Message):
     SLOTS_FIELD_NUMBER: builtins.int
     POSTHUMOUS_TIMEOUT_S_FIELD_NUMBER: builtins.int
     STORE_DRIVER_FIELD_NUMBER: builtins.int
+    VERIFY_REPLICAS_FIELD_NUMBER: builtins.int
     takeover: builtins.bool
     """Start although another run of the job is visibly alive."""
     read_only: builtins.bool
@@ -232,6 +233,8 @@ class RunOptions(google.protobuf.message.Message):
     """Longest wait for uploads that still run for an older timeline before the job goes on without them. Seconds."""
     store_driver: builtins.str
     """Store driver: "auto", "obstore" or "fsspec"."""
+    verify_replicas: builtins.str
+    """When replicas are compared: "always" (also when empty), "first", or "every:N"."""
     @property
     def retention(self) -> ckptd.protos.snapshot_pb2.Retention:
         """Which steps stay."""
@@ -250,9 +253,10 @@ class RunOptions(google.protobuf.message.Message):
         slots: builtins.int = ...,
         posthumous_timeout_s: builtins.float = ...,
         store_driver: builtins.str = ...,
+        verify_replicas: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach_timeout_s", b"attach_timeout_s", "begin_timeout_s", b"begin_timeout_s", "commit_timeout_s", b"commit_timeout_s", "posthumous_timeout_s", b"posthumous_timeout_s", "read_only", b"read_only", "restore_timeout_s", b"restore_timeout_s", "retention", b"retention", "slots", b"slots", "store_driver", b"store_driver", "takeover", b"takeover", "wait_when_busy", b"wait_when_busy"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach_timeout_s", b"attach_timeout_s", "begin_timeout_s", b"begin_timeout_s", "commit_timeout_s", b"commit_timeout_s", "posthumous_timeout_s", b"posthumous_timeout_s", "read_only", b"read_only", "restore_timeout_s", b"restore_timeout_s", "retention", b"retention", "slots", b"slots", "store_driver", b"store_driver", "takeover", b"takeover", "verify_replicas", b"verify_replicas", "wait_when_busy", b"wait_when_busy"]) -> None: ...
 
 global___RunOptions = RunOptions
 
@@ -546,6 +550,7 @@ class BeginReply(google.protobuf.message.Message):
     TAIL_OFFSET_FIELD_NUMBER: builtins.int
     TAIL_CAPACITY_FIELD_NUMBER: builtins.int
     TIMELINE_FIELD_NUMBER: builtins.int
+    LEAVE_UNCOMPARED_FIELD_NUMBER: builtins.int
     go: builtins.bool
     """False: skipped on all ranks alike, and why."""
     plan_digest: builtins.bytes
@@ -564,6 +569,8 @@ class BeginReply(google.protobuf.message.Message):
     """See tail_offset."""
     timeline: builtins.str
     """Timeline the step belongs to."""
+    leave_uncompared: builtins.bool
+    """Rows that other ranks write need no fingerprints in this step; false: they do."""
     @property
     def skipped(self) -> ckptd.protos.error_pb2.Error:
         """Why not (BUSY); absent on go."""
@@ -581,9 +588,10 @@ class BeginReply(google.protobuf.message.Message):
         tail_offset: builtins.int = ...,
         tail_capacity: builtins.int = ...,
         timeline: builtins.str = ...,
+        leave_uncompared: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["skipped", b"skipped"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data_bytes", b"data_bytes", "data_offset", b"data_offset", "go", b"go", "path", b"path", "plan_digest", b"plan_digest", "skipped", b"skipped", "slot", b"slot", "tail_capacity", b"tail_capacity", "tail_offset", b"tail_offset", "timeline", b"timeline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_bytes", b"data_bytes", "data_offset", b"data_offset", "go", b"go", "leave_uncompared", b"leave_uncompared", "path", b"path", "plan_digest", b"plan_digest", "skipped", b"skipped", "slot", b"slot", "tail_capacity", b"tail_capacity", "tail_offset", b"tail_offset", "timeline", b"timeline"]) -> None: ...
 
 global___BeginReply = BeginReply
 

@@ -160,7 +160,7 @@ class NodeMessage(google.protobuf.message.Message):
 
         @property
         def options(self) -> ckptd.protos.agent_pb2.RunOptions:
-            """As the rank gave them. Those of LeadRequest count."""
+            """As the rank gave them. Those of LeadRequest count; another verify_replicas is refused (RANKS_DISAGREE)."""
 
         def __init__(
             self,
@@ -546,6 +546,7 @@ class CoordinatorMessage(google.protobuf.message.Message):
         PLAN_DIGEST_FIELD_NUMBER: builtins.int
         BASE_FIELD_NUMBER: builtins.int
         BASE_INDEXES_FIELD_NUMBER: builtins.int
+        COMPARED_IN_FIELD_NUMBER: builtins.int
         step: builtins.int
         """Number of the step."""
         timeline: builtins.str
@@ -566,6 +567,10 @@ class CoordinatorMessage(google.protobuf.message.Message):
         def base_indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.IndexRef]:
             """Every node's index of `base`."""
 
+        @property
+        def compared_in(self) -> ckptd.protos.snapshot_pb2.StepRef:
+            """On go: replicas need not be compared, because they were in this step. Absent: they must be."""
+
         def __init__(
             self,
             *,
@@ -576,9 +581,10 @@ class CoordinatorMessage(google.protobuf.message.Message):
             plan_digest: builtins.bytes = ...,
             base: ckptd.protos.snapshot_pb2.StepRef | None = ...,
             base_indexes: collections.abc.Iterable[ckptd.protos.snapshot_pb2.IndexRef] | None = ...,
+            compared_in: ckptd.protos.snapshot_pb2.StepRef | None = ...,
         ) -> None: ...
-        def HasField(self, field_name: typing.Literal["base", b"base", "error", b"error"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "error", b"error", "go", b"go", "plan_digest", b"plan_digest", "step", b"step", "timeline", b"timeline"]) -> None: ...
+        def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "error", b"error"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "error", b"error", "go", b"go", "plan_digest", b"plan_digest", "step", b"step", "timeline", b"timeline"]) -> None: ...
 
     @typing.final
     class AllStaged(google.protobuf.message.Message):

@@ -22,6 +22,7 @@ def on_restore(state: State, call: NodeMessage.Restore) -> None:
     """Note that a rank asks to restore."""
     limit = state.lead.options.restore_timeout_s
     timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
+    state.schedule.reset()
     state.restores[call.rank] = RestoreCall(
         step=call.step if call.HasField("step") else None,
         raise_on_corrupt=call.raise_on_corrupt,

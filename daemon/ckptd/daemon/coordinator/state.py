@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ckptd.daemon.comparisons import Comparisons
+from ckptd.daemon.coordinator.comparing import Schedule
 from ckptd.daemon.coordinator.effects import Effect, Log, Send
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.plan import Plan
@@ -85,6 +87,8 @@ class StepRun:
     base: StepRef | None
     begun_at: float
     deadline: float
+    round: int
+    compared_in: StepRef | None
     staged: set[int] = field(default_factory=set)
     sealed: dict[str, IndexRef] = field(default_factory=dict)
     failed: Error | None = None
@@ -128,6 +132,8 @@ class State:
     stamp: Callable[[], str]
     started_at: float
     versions: dict[str, str]
+    schedule: Schedule
+    comparisons: Comparisons = field(default_factory=lambda: Comparisons(timeline=""))
     node_grace_s: float = 30.0
     phase: Phase = Phase.GATHERING
     now: float = 0.0
