@@ -171,6 +171,32 @@ def test_a_choice_of_nothing_is_refused(make: Make, fake_agent: FakeAgent, only:
     assert bits(other, other_optimizer) == before
 
 
+@pytest.mark.parametrize(
+    ("only", "near"),
+    [
+        ("model/1.wieght", "model/1.weight, model/2.weight, model/0.weight"),
+        ("model/*.bais", "model/2.bias, model/1.bias, model/0.bias"),
+        ("model/7", "model/2, model/1, model/0"),
+        ("modl*", "model"),
+    ],
+)
+def test_a_text_that_fits_nothing_is_an_error_with_names_near_it(
+    make: Make, fake_agent: FakeAgent, only: str, near: str
+) -> None:
+    """Though the thing it begins with is tracked, and other texts fit; strict=False changes nothing about it."""
+    module = net(1)
+    saved(make, model=module)
+    other = net(2)
+    before = bits(other)
+    again = tracking(make, model=other)
+    with pytest.raises(InvalidRequest, match="fits no name that is stored or tracked, on any rank") as caught:
+        again.restore(only=["model/0", only], strict=False)
+    assert repr(only) in caught.value.message
+    assert caught.value.hint == f"near it: {near}"
+    assert bits(other) == before
+    assert fake_agent.calls.count("RestoreDone") == 0
+
+
 def test_tied_names_are_chosen_together(make: Make) -> None:
     """One memory under two names cannot be restored and kept at once."""
 

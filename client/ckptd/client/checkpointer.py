@@ -30,7 +30,7 @@ from .link import Link
 from .mapping import Names
 from .mesh import topology
 from .nested import Hook
-from .resharding import ReshardHook
+from .reshard_hooks import ReshardHook
 from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver

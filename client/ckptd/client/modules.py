@@ -64,6 +64,7 @@ class TrackedModule:
     def __init__(self, name: str, modules: Sequence[nn.Module], *, per_rank: bool = False) -> None:
         self.name = name
         self._modules = list(modules)
+        self.is_per_rank = per_rank
         self._scope = SCOPE_PER_RANK if per_rank else SCOPE_GLOBAL
         self._raw_keys: list[tuple[str, ...]] = [() for _ in self._modules]
         self._names: list[list[str]] = [[] for _ in self._modules]
@@ -194,8 +195,9 @@ class TrackedModule:
         if extra:
             targets.object(self.name)
 
-    def verify(self, _value: object) -> None:
-        """Nothing stands in the object that tensors depend on."""
+    def extra_names(self) -> list[str]:
+        """Return the canonical names of the submodules' extra states."""
+        return [name for _, key, name, _ in self._entries() if key.endswith(_EXTRA_STATE)]
 
     def load(self, value: object) -> None:
         """Hand the extra state to the submodules it came from. Tensors were filled in place."""

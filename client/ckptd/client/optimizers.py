@@ -213,20 +213,29 @@ class TrackedOptimizer:
         parameters = {name: (parameter, scope) for _, parameter, name, scope in self._parameters(names)}
         prefix = f"{self.name}/state"
         depth = len(split(prefix))
-        for name in stored.names_below(prefix):
+
+        def live_at(parts: Sequence[str], parameter: torch.Tensor) -> object:
+            return self._optimizer.state.get(parameter, {}).get(text_key(parts[1])) if len(parts) == 2 else None
+
+        # As collected, so that the keys of the state stand in the order in which the optimizer made them.
+        for name in stored.as_collected(stored.names_below(prefix)):
             parts = split(name)[depth:]
             found = parameters.get(text_key(parts[0]) or "")
             if found is None:
                 continue  # reported as "only in the snapshot"
             parameter, scope = found
-            live = self._optimizer.state.get(parameter, {}).get(text_key(parts[1])) if len(parts) == 2 else None
+            live = live_at(parts, parameter)
             if is_tensor_leaf(live) and targets.fits(name, live, scope=scope):
                 targets.fill(name, live, scope=scope)
             else:
-                targets.fresh(name, like=parameter.detach(), device=_device(stored, name, parameter))
+                targets.fresh(name, like=parameter, device=_device(stored, name, parameter))
         for name in stored.names_below(f"{self.name}/param_groups"):
             targets.fresh(name)
-        targets.refuse_own(prefix)
+        for name, _ in stored.own_below(prefix):
+            parts = split(name)[depth:]
+            if (found := parameters.get(text_key(parts[0]) or "")) is not None:
+                live = live_at(parts, found[0])
+                targets.reshard(name, live if is_tensor_leaf(live) else None)
         targets.fresh_own(f"{self.name}/param_groups")
         targets.object(self.name)
 
