@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
-from .sharding import is_tensor_leaf
+from .sharding import is_tensor_leaf, memory_of
 from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
 from .targets import Targets
@@ -37,14 +36,6 @@ class ParameterName:
     tracked: str
     name: str
     scope: int
-
-
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.is_nested or local.is_meta or local.layout is not torch.strided or not local.numel():
-        return (id(tensor),)
-    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -142,7 +133,7 @@ class TrackedModule:
             if key.endswith(_EXTRA_STATE):
                 extra[name] = encode(value, full, is_tensor=is_tensor_leaf, tensor=self._extra_tensor(collector))
                 continue
-            owner = owners.setdefault(_identity(value), full)
+            owner = owners.setdefault(memory_of(value), full)
             if owner != full:
                 collector.alias(full, owner)
                 continue
@@ -187,7 +178,7 @@ class TrackedModule:
                     targets.fresh(below)
                 targets.fresh_own(full)
                 continue
-            owner = owners.setdefault(_identity(value), full)
+            owner = owners.setdefault(memory_of(value), full)
             if owner != full:
                 targets.tie(full, owner, value)
                 continue

@@ -271,7 +271,8 @@ class TrackedOptimizer:
             f"{self.name}: the snapshot has {len(there)} param_groups, the optimizer {len(here)}; "
             f"{len(differing)} of them hold other parameters{': ' + ', '.join(first) if first else ''}",
             reason=error_pb2.REASON_LAYOUT_MISMATCH,
-            hint="build the optimizer with the same param_groups as the run that saved",
+            hint="build the optimizer with the same param_groups as the run that saved; strict=False is about names, and half "
+            f'an optimizer is none: drop=("{self.name}",) leaves it as it is here',
             key=f"{self.name}/param_groups",
             phase="restore",
         )
