@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any, TypeAlias
@@ -16,9 +17,12 @@ from ckptd.client import InvalidRequest, optimizer_merge, rng
 from ckptd.client.fetched import FetchedPiece
 from ckptd.client.placements import LocalBox, boxes_of_placements, chunk
 from ckptd.client.resharding import Gathered
+from ckptd.client.restored import Question
+from ckptd.client.selecting import ChosenTargets, choice
 from ckptd.client.stored import Elsewhere, Stored
 from ckptd.client.targets import ObjectKey, Targets, Wanted
 from ckptd.client.values import encode
+from ckptd.client.wish_terms import terms_of, unused_by_all
 from ckptd.daemon.any_mesh import Wanted as WantedByRank
 from ckptd.daemon.any_mesh import objects_of, offer
 from ckptd.daemon.chunks import stream_layout
@@ -220,3 +224,37 @@ def test_generators_differ_along_the_axes_that_told_ranks_apart() -> None:
     assert seeds([b"x"], one, {"dp": 0, "tp": 0}) == seeds([b"x"], one, {"dp": 0, "tp": 1})
     assert seeds([b"x"], one, {"dp": 0, "tp": 0}) != seeds([b"x"], one, {"dp": 1, "tp": 0})
     assert seeds([b"x"], one, {"dp": 0, "tp": 0}) != seeds([b"x"], one, {"dp": 0, "tp": 0}, step=4)
+
+
+def test_beside_an_older_agent_strict_does_not_guess() -> None:
+    """Nobody compared what the ranks want: an error, or with strict=False no names, and never "all was asked for"."""
+    elsewhere = Elsewhere(coordinates={0: {}}, objects={0: ["b", "a"]}, own_rows={}, step=7, here={}, world=1)
+    stored = Stored([row("w", (2,))], [], {}, elsewhere)
+    assert unused_by_all(bytes([0b10100000]), stored, strict=True, step=7) == ("a", "w")
+    assert unused_by_all(None, stored, strict=False, step=7) == ()
+    with pytest.raises(InvalidRequest, match="an agent of an older version"):
+        unused_by_all(None, stored, strict=True, step=7)
+
+
+def test_terms_speak_of_stored_names() -> None:
+    """A bit a name in sorted order; a choice is the same in any order, and another one with other names here."""
+    elsewhere = Elsewhere(coordinates={0: {}}, objects={0: ["loader"]}, own_rows={}, step=7, here={}, world=1)
+    stored = Stored([row("model/a", (2,)), row("model/b", (2,))], [], {}, elsewhere)
+
+    def terms(*, names: Any = None, only: tuple[str, ...] | None = None) -> Any:
+        chosen = choice(only, names, cast=False)
+        targets = ChosenTargets(
+            stored, lambda _n, _l, scope: scope, chosen=chosen, modules=["m"], others=[], optimizers={}
+        )
+        targets.fill("m/b", torch.zeros(2, dtype=torch.int32))
+        question = Question(step=None, required=False, on_corrupt="raise", strict=True, rollback=False, timeout_s=1)
+        return terms_of(dataclasses.replace(question, chosen=chosen), stored, targets, {"m"})
+
+    mapped = {"model/": "m/"}
+    assert terms().unused == bytes([0b11100000])  # loader, model/a, model/b
+    assert terms(names=mapped).unused == bytes([0b11000000])
+    assert terms(names=mapped, only=("m/b",)).unused == bytes([0])
+    assert terms(names=mapped, only=("m/b", "m/a")).unused == bytes([0b01000000])
+    assert terms(only=("m/b", "m/a")).choice == terms(only=("m/a", "m/b")).choice
+    assert terms(names=mapped).choice == terms(names=lambda name: name.replace("model/", "m/")).choice
+    assert len({terms().choice, terms(names=mapped).choice, terms(only=("m",)).choice}) == 3

@@ -231,7 +231,7 @@ class TrackedOptimizer:
                 targets.fresh(name, like=parameter, device=_device(stored, name, parameter))
         for name in stored.names_below(f"{self.name}/param_groups"):
             targets.fresh(name)
-        for name, _ in stored.own_below(prefix):
+        for name in stored.as_collected(name for name, _ in stored.own_below(prefix)):
             parts = split(name)[depth:]
             if (found := parameters.get(text_key(parts[0]) or "")) is not None:
                 live = live_at(parts, found[0])

@@ -79,7 +79,7 @@ class Stored:
 
     def _index(self) -> None:
         self._sorted, self._sorted_own = sorted(self.rows), sorted(self.own_rows)
-        self._places = {name: at for at, name in enumerate(self.rows)}
+        self._places = {name: at for at, name in enumerate([*self.rows, *self.own_rows])}
 
     @property
     def other_mesh(self) -> bool:
@@ -96,7 +96,7 @@ class Stored:
         return _below(self._sorted, prefix)
 
     def as_collected(self, names: Iterable[str]) -> list[str]:
-        """Return names of `rows` in the order in which they were collected when the step was saved."""
+        """Return names of tensors in the order in which they were collected when the step was saved."""
         return sorted(names, key=self._places.__getitem__)
 
     def own_below(self, prefix: str) -> Iterator[tuple[str, Mapping[int, ShardRow]]]:
