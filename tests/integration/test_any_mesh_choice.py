@@ -133,6 +133,7 @@ def test_names_are_mapped_for_parameters_optimizer_and_objects(agent: AgentProce
     module = net(1)
     optimizer = trained(module)
     saved(agent, root, net=Wrapped(module), opt=optimizer, data=Loader(1))
+    generator = torch.get_rng_state()
     here, loader = net(2), Loader(2)
     other = torch.optim.AdamW(here.parameters(), lr=0.5)
     with opened(agent, root, model=here, optimizer=other, loader=loader) as ckpt:
@@ -141,6 +142,7 @@ def test_names_are_mapped_for_parameters_optimizer_and_objects(agent: AgentProce
         )
     assert restored is not None
     assert same(here, module)
+    assert torch.equal(torch.get_rng_state(), generator), "one rank to one rank keeps its generators"
     assert (loader.at, loader.own.tolist()) == (1, [1, 1])
     assert (here[1].note["calls"], here[1].note["seen"].tolist()) == (1, [1, 1])
     assert other.param_groups[0]["lr"] == 0.1

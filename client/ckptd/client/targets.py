@@ -240,7 +240,7 @@ class Targets:
             return
         if owner in self._overlapping:
             self._overlapping[owner].append((held(leaf), self._overlapping[owner][0][1]))
-        if name in self.stored.rows and name not in self._claimed:
+        if (name in self.stored.rows or name in self.stored.own_rows) and name not in self._claimed:
             self.mismatched[name] = f"stored apart, here tied to {owner}"
         elif name not in self.stored.rows and name not in self.stored.aliases:
             self.missing.append(name)
