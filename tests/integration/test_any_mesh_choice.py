@@ -292,6 +292,23 @@ def test_own_state_of_an_optimizer_comes_by_a_hook(agent: AgentProcess, root: st
         assert other.param_groups[0]["lr"] == 0.1
 
 
+def test_an_object_declared_each_ranks_own_is_refused_before_any_record(agent: AgentProcess, root: str) -> None:
+    """With one stored rank too; the extra state of a module is an object like any other."""
+    saved(agent, root, loader=PerRank(Loader(1)), model=PerRank(Extra(1)))
+    before = log_of(root)
+    loader, model = Loader(2), Extra(2)
+    with opened(agent, root, loader=PerRank(loader), model=PerRank(model)) as ckpt:
+        ckpt.on_reshard("model/*", lambda pieces, _: pieces[0].value)
+        with pytest.raises(InvalidRequest, match=r"model: step 1 .* is declared to be each rank's own"):
+            ckpt.restore()
+        ckpt.on_reshard("model", lambda pieces, _: {key: {"calls": -1} for key in pieces[0].value})
+        with pytest.raises(InvalidRequest, match=r"loader: step 1 .* is declared to be each rank's own"):
+            ckpt.restore()
+        assert log_of(root) == before
+        assert ckpt.restore(drop=("loader",)) is not None
+    assert (loader.at, model.note) == (2, {"calls": -1})
+
+
 class Staged(nn.Module):
     """A stage of a pipeline: one layer, with extra state."""
 

@@ -148,10 +148,10 @@ def test_a_want_whose_columns_do_not_fit_is_refused() -> None:
         wanted.rows()
 
 
-def gathered(*values: object) -> Gathered:
+def gathered(*values: object, name: str = "loader") -> Gathered:
     elsewhere = Elsewhere(
         coordinates={rank: {"dp": rank} for rank in range(len(values))},
-        objects={rank: ["loader"] for rank in range(len(values))},
+        objects={rank: [name] for rank in range(len(values))},
         own_rows={},
         step=7,
         here={"dp": 1},
@@ -159,7 +159,7 @@ def gathered(*values: object) -> Gathered:
     )
     targets = Targets(Stored([], [], {}, elsewhere), lambda _name, _leaf, default: default)
     data: dict[ObjectKey, bytes] = {
-        ("loader", rank): encode(value, "loader").SerializeToString() for rank, value in enumerate(values)
+        (name, rank): encode(value, name).SerializeToString() for rank, value in enumerate(values)
     }
     return Gathered(elsewhere, targets, data)
 
@@ -182,6 +182,18 @@ def test_a_hook_gets_all_pieces_with_their_places() -> None:
 
     found = gathered(1.5, 2.5).one("loader", hook=hook, is_per_rank=True)
     assert found == ([({"dp": 0}, 1.5), ({"dp": 1}, 2.5)], {"dp": 1})
+
+
+def test_extra_state_goes_by_submodule() -> None:
+    """Stages of a pipeline hold their own; what two ranks held differently needs a hook, which gets the keys that are here."""
+    stages = gathered({"a": 1, "b": [2.0]}, {"b": [2.0], "c": 3}, name="model")
+    assert stages.of_module("model", ["b", "c", "new"], hook=None) == {"b": [2.0], "c": 3}
+    differing = gathered({"a": 1, "b": -0.0}, {"b": 0.0}, name="model")
+    assert differing.of_module("model", ["a"], hook=None) == {"a": 1}
+    with pytest.raises(InvalidRequest, match=r"model: step 7 .* b in it was not the same on its 2 ranks"):
+        differing.of_module("model", ["b"], hook=None)
+    found = differing.of_module("model", ["b"], hook=lambda pieces, _: [piece.value for piece in pieces])
+    assert found == [{"b": 0.0}, {"b": 0.0}]
 
 
 def value(*groups: dict[str, object], **state: dict[str, object]) -> dict[str, object]:
