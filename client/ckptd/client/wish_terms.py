@@ -51,11 +51,10 @@ def _digest(question: Question, names: Sequence[str]) -> bytes:
     chosen = question.chosen
     # Sorted: a set has another order in every process.
     only = None if chosen.only is None else sorted(set(chosen.only))
-    digest = hashlib.sha256(repr((question.strict, only, chosen.cast, sorted(set(question.drop)))).encode())
-    for name in names:
-        here = name if chosen.names is None else chosen.names(name)
-        digest.update(f"{len(name)} {name} {len(here)} {here}\n".encode())
-    return digest.digest()
+    here = names if chosen.names is None else list(map(chosen.names, names))
+    # One text of lists and quoted strings: unambiguous, and made without a loop over names.
+    text = repr((question.strict, only, chosen.cast, sorted(set(question.drop)), list(names), here))
+    return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def unused_by_all(bits: bytes | None, stored: Stored, *, strict: bool, step: int) -> tuple[str, ...]:
