@@ -24,10 +24,16 @@ WIDTH = 4
 
 
 @pytest.fixture(scope="module")
-def agent() -> Iterator[AgentProcess]:
-    """One agent for all tests here."""
+def nodes() -> Iterator[list[AgentProcess]]:
+    """Two agents for all tests here."""
     with running_agents() as agents:
-        yield agents.new()
+        yield [agents.new(), agents.new()]
+
+
+@pytest.fixture
+def agent(nodes: list[AgentProcess]) -> AgentProcess:
+    """Return the first of them."""
+    return nodes[0]
 
 
 @pytest.fixture
@@ -328,11 +334,11 @@ def staged(agent: AgentProcess, root: str) -> list[Any]:
     return made
 
 
-def test_a_name_no_rank_asks_for_is_one_error_before_any_record(agent: AgentProcess, root: str) -> None:
+def test_a_name_no_rank_asks_for_is_one_error_before_any_record(nodes: list[AgentProcess], root: str) -> None:
     """Other names are asked for by one stage each. Nothing is touched; the next restore may take what fits."""
-    stored = staged(agent, root)
+    stored = staged(nodes[0], root)
     before = log_of(root)
-    with ClientJob(root, [agent], 4, mesh={"pp": 2, "dp": 2}) as job:
+    with ClientJob(root, nodes, 2, mesh={"pp": 2, "dp": 2}) as job:
         here: list[Any] = [Staged(rank // 2, 99) for rank in range(4)]
         kept = [one.layers[str(rank // 2)].weight.detach().clone() for rank, one in enumerate(here)]
         job.each(lambda rank: rank.track(model=here[rank.rank]))

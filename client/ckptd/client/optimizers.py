@@ -278,7 +278,10 @@ class TrackedOptimizer:
         )
 
     def load(self, value: Any, tensors: Mapping[str, object], names: Names) -> None:
-        """Put state and hyperparameters in place; state that was not saved goes away."""
+        """Put state and hyperparameters in place; state that was not saved goes away.
+
+        Keys of tensors stand in the order in which they were collected, what is no tensor after them.
+        """
         prefix = f"{self.name}/state"
         depth = len(split(prefix))
         direct: dict[str, dict[str, Any]] = {}
