@@ -5,6 +5,7 @@ Pure. Owns: what `only` and `drop` mean by a text. Does not own: what is done wi
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import fnmatch
 import re
@@ -12,8 +13,8 @@ from collections.abc import Iterable
 
 _WILD = frozenset("*?[")
 _NEAR = 3
-_LONGEST_SEARCH = 5000
-"""Beginnings of names that are looked through for similar ones; similarity is slow to find."""
+_LOOKED_AT = 1000
+"""Names that are looked at for similar ones, those with the longest common beginning: similarity is slow to find."""
 
 
 def is_pattern(text: str) -> bool:
@@ -37,4 +38,6 @@ def near(text: str, names: Iterable[str]) -> list[str]:
     cut = {found[0] for name in names if (found := beginning.match(name)) is not None}
     head = text.partition("/")[0]
     below = [name for name in cut if name.startswith(f"{head}/")]
-    return difflib.get_close_matches(text, sorted(below or cut)[:_LONGEST_SEARCH], n=_NEAR, cutoff=0.5)
+    ordered = sorted(below or cut)
+    at = max(0, bisect.bisect(ordered, text) - _LOOKED_AT // 2)
+    return difflib.get_close_matches(text, ordered[at : at + _LOOKED_AT], n=_NEAR, cutoff=0.5)
