@@ -651,8 +651,11 @@ def test_s083_other_prefixes_are_pointed_out(make: Make) -> None:
     assert "begin with 'model/inner.'" in caught.value.hint
 
 
-def test_other_param_groups_are_refused_before_anything_is_touched(make: Make, fake_agent: FakeAgent) -> None:
-    """The restore is told as failed, and the model keeps its values."""
+@pytest.mark.parametrize("strict", [True, False])
+def test_other_param_groups_are_refused_before_anything_is_touched(
+    make: Make, fake_agent: FakeAgent, strict: bool
+) -> None:
+    """The restore is told as failed, and the model keeps its values; without strict too, and drop is the way out."""
     net = nn.Linear(1, 1)
     checkpointer = make()
     checkpointer.track(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
@@ -663,10 +666,42 @@ def test_other_param_groups_are_refused_before_anything_is_touched(make: Make, f
     again = make()
     groups: list[dict[str, Any]] = [{"params": [other.weight]}, {"params": [other.bias]}]
     again.track(model=other, optimizer=torch.optim.SGD(groups, lr=0.1))
-    with pytest.raises(InvalidRequest, match="1 param_groups, the optimizer 2"):
-        again.restore()
+    with pytest.raises(InvalidRequest, match="1 param_groups, the optimizer 2") as caught:
+        again.restore(strict=strict)
+    assert 'drop=("optimizer",)' in caught.value.hint
     assert torch.equal(before, other.weight)
     assert fake_agent.done[-1].HasField("error")
+    assert again.restore(strict=strict, drop=("optimizer",)) is not None
+    assert torch.equal(net.weight, other.weight)
+
+
+def test_the_keys_of_an_optimizers_state_keep_their_order(make: Make, fake_agent: FakeAgent) -> None:
+    """Where there is none yet, and where it stands: so the next save has the layout of the one before, and its chunks."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), amsgrad=True)
+    step_of(net, optimizer)
+    checkpointer = make()
+    checkpointer.track(model=net, optimizer=optimizer)
+    checkpointer.save(1).wait()
+    checkpointer.close()
+    for trained in (False, True):
+        other = nn.Linear(2, 2)
+        other_optimizer = torch.optim.AdamW(other.parameters(), amsgrad=True)
+        if trained:
+            step_of(other, other_optimizer)
+        again = make()
+        again.track(model=other, optimizer=other_optimizer)
+        again.restore()
+        assert list(other_optimizer.state[other.weight]) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+        again.save(2 + trained).wait()
+        again.close()
+    assert fake_agent.begun[1].layout_digest == fake_agent.begun[2].layout_digest == fake_agent.begun[0].layout_digest
+
+
+def step_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 def test_another_mesh_is_refused(make: Make) -> None:
@@ -896,6 +931,61 @@ def test_what_was_each_ranks_own_is_not_taken_for_a_global_tensor(make: Make) ->
     again.track(model=nn.Linear(1, 1))
     with pytest.raises(InvalidRequest, match="stored as each rank's own, here a piece of a global tensor"):
         again.restore()
+
+
+def test_a_tensor_in_two_places_of_a_value_is_stored_once_and_tied_again(make: Make, fake_agent: FakeAgent) -> None:
+    """In a state and in what an object gives; live tensors stay the same ones, and tensors that are only equal stay apart."""
+
+    class Holder:
+        def __init__(self, value: float) -> None:
+            shared = torch.full((3,), value)
+            self.state: dict[str, Any] = {"one": shared, "deep": [{"two": shared.view(3)}], "apart": shared.clone()}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    def value(fill: float) -> dict[str, Any]:
+        shared = torch.full((3,), fill)
+        return {"a": shared, "b": {"c": shared, "mine": PerRank(shared)}, "tail": shared[1:]}
+
+    checkpointer = make()
+    checkpointer.track(holder=Holder(1.0))
+    checkpointer.save(1, {"x": value(1.0)}).wait()
+    checkpointer.close()
+    assert sorted(fake_agent.kept[1].names()) == ["holder/apart", "holder/one", "x/a", "x/tail"]
+    holder, state = Holder(2.0), {"x": value(2.0)}
+    live = state["x"]["a"]
+    again = make()
+    again.track(holder=holder)
+    restored = again.restore_into(state)
+    assert restored is not None
+    assert (restored.missing, restored.unexpected) == ((), ())
+    assert state["x"]["a"] is live
+    assert state["x"]["b"]["c"] is live
+    assert (live.tolist(), state["x"]["tail"].tolist()) == ([1, 1, 1], [1, 1])
+    assert holder.state["one"] is holder.state["deep"][0]["two"]
+    assert holder.state["apart"] is not holder.state["one"]
+    assert holder.state["one"].tolist() == holder.state["apart"].tolist() == [1, 1, 1]
+    again.save(2, state).wait()
+    assert fake_agent.begun[1].layout_digest == fake_agent.begun[0].layout_digest
+
+
+def test_tensors_that_become_untied_are_stored_apart(make: Make, fake_agent: FakeAgent) -> None:
+    """From one save to the next; each restore gives what that save saw."""
+    shared = torch.ones(2)
+    state: dict[str, Any] = {"x": [shared, shared]}
+    checkpointer = make()
+    checkpointer.save(1, state).wait()
+    state["x"] = [shared, shared + 1]
+    checkpointer.save(2, state).wait()
+    for step, wanted in ((1, [[1, 1], [1, 1]]), (2, [[1, 1], [2, 2]])):
+        here: dict[str, Any] = {"x": [torch.zeros(2), torch.zeros(2)]}
+        make().restore_into(here, step=step, rollback=True)
+        assert [tensor.tolist() for tensor in here["x"]] == wanted
+        assert (here["x"][0] is here["x"][1]) == (step == 1)
 
 
 def test_an_answer_that_leaves_a_tensor_out_touches_nothing(make: Make, fake_agent: FakeAgent) -> None:

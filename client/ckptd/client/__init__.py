@@ -17,7 +17,7 @@ from .errors import (
     Unavailable,
 )
 from .handles import SaveHandle
-from .resharding import StoredPiece
+from .reshard_hooks import StoredPiece
 from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded
 from .tracking import Trackable

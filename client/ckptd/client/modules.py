@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
-from .sharding import is_tensor_leaf
+from .sharding import is_tensor_leaf, memory_of
 from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
 from .targets import Targets
@@ -39,14 +38,6 @@ class ParameterName:
     scope: int
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.is_nested or local.is_meta or local.layout is not torch.strided or not local.numel():
-        return (id(tensor),)
-    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class SeenModule:
     """How a module's entries looked when they were last taken apart, and what that gave."""
@@ -64,6 +55,7 @@ class TrackedModule:
     def __init__(self, name: str, modules: Sequence[nn.Module], *, per_rank: bool = False) -> None:
         self.name = name
         self._modules = list(modules)
+        self.is_per_rank = per_rank
         self._scope = SCOPE_PER_RANK if per_rank else SCOPE_GLOBAL
         self._raw_keys: list[tuple[str, ...]] = [() for _ in self._modules]
         self._names: list[list[str]] = [[] for _ in self._modules]
@@ -141,7 +133,7 @@ class TrackedModule:
             if key.endswith(_EXTRA_STATE):
                 extra[name] = encode(value, full, is_tensor=is_tensor_leaf, tensor=self._extra_tensor(collector))
                 continue
-            owner = owners.setdefault(_identity(value), full)
+            owner = owners.setdefault(memory_of(value), full)
             if owner != full:
                 collector.alias(full, owner)
                 continue
@@ -186,7 +178,7 @@ class TrackedModule:
                     targets.fresh(below)
                 targets.fresh_own(full)
                 continue
-            owner = owners.setdefault(_identity(value), full)
+            owner = owners.setdefault(memory_of(value), full)
             if owner != full:
                 targets.tie(full, owner, value)
                 continue
@@ -194,8 +186,9 @@ class TrackedModule:
         if extra:
             targets.object(self.name)
 
-    def verify(self, _value: object) -> None:
-        """Nothing stands in the object that tensors depend on."""
+    def extra_names(self) -> list[str]:
+        """Return the canonical names of the submodules' extra states."""
+        return [name for _, key, name, _ in self._entries() if key.endswith(_EXTRA_STATE)]
 
     def load(self, value: object) -> None:
         """Hand the extra state to the submodules it came from. Tensors were filled in place."""

@@ -80,6 +80,14 @@ def is_tensor_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor | Sharded)
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.is_nested or local.is_meta or local.layout is not torch.strided or not local.numel():
+        return (id(tensor),)
+    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+
+
 @functools.lru_cache(maxsize=65536)
 def _whole(shape: tuple[int, ...]) -> tuple[LocalBox, ...]:
     zero = (0,) * len(shape)

@@ -129,9 +129,11 @@ class NodeRestore:
         attempt.wants[session.rank] = want
         if refused is not None:
             self._failed(attempt, session.rank, refused)
-        elif not attempt.fetching and set(attempt.wants) >= set(self._link.live_ranks):
-            attempt.fetching = True
-            self._link.spawn(self._fetch(attempt))
+        else:
+            self._say_wanted(attempt, session.rank)
+            if not attempt.fetching and set(attempt.wants) >= set(self._link.live_ranks):
+                attempt.fetching = True
+                self._link.spawn(self._fetch(attempt))
         return await self._within(want.answer, self._timeout(session, 0), session)
 
     def done(self, session: Session, number: int, error: Error | None) -> None:
@@ -182,8 +184,11 @@ class NodeRestore:
         """After a reconnect: every call without an answer."""
         for rank, ask in self._asks.items():
             self._link.say(self._restore_message(rank, ask.request))
-        if self._attempt is not None and self._attempt.ready:
-            self._say_ready(self._attempt)
+        if self._attempt is not None:
+            for rank in self._attempt.wants:
+                self._say_wanted(self._attempt, rank)
+            if self._attempt.ready:
+                self._say_ready(self._attempt)
 
     def on_message(self, message: CoordinatorMessage) -> None:
         """Take RestoreChosen, RestoreGo or RestoreError."""
@@ -191,10 +196,11 @@ class NodeRestore:
         if kind == "restore_chosen":
             self._on_chosen(message.restore_chosen)
         elif kind == "restore_go":
-            self._on_go(message.restore_go.attempt)
+            self._on_go(message.restore_go)
         else:
-            self._last_failure = (message.restore_error.attempt, message.restore_error.error)
-            self._fail_all(message.restore_error.error)
+            error = self._named(message.restore_error)
+            self._last_failure = (message.restore_error.attempt, error)
+            self._fail_all(error)
 
     def _on_chosen(self, chosen: CoordinatorMessage.RestoreChosen) -> None:
         before, self._attempt = self._attempt, None
@@ -273,6 +279,10 @@ class NodeRestore:
                 wire_error(failure, phase="restore", step=attempt.chosen.step.step, node=self._node),
             )
             return
+        if self._attempt is None:
+            # The restore failed on all ranks meanwhile: nobody will say that it has copied.
+            self._held.arena.release()
+            return
         self._log.emit(
             "fetched",
             job=self._held.job,
@@ -286,13 +296,16 @@ class NodeRestore:
         attempt.ready = True
         self._say_ready(attempt)
 
-    def _on_go(self, number: int) -> None:
+    def _on_go(self, go: CoordinatorMessage.RestoreGo) -> None:
         attempt = self._attempt
-        if attempt is None or attempt.number != number or attempt.plan is None:
+        if attempt is None or attempt.number != go.attempt or attempt.plan is None:
             return
         for rank, want in attempt.wants.items():
             if not want.answer.done():
-                want.answer.set_result(attempt.plan.parts(rank))
+                parts = attempt.plan.parts(rank)
+                if go.HasField("unused"):
+                    parts[0].unused = go.unused
+                want.answer.set_result(parts)
 
     # ------------------------------------------------------------ small pieces
 
@@ -334,6 +347,18 @@ class NodeRestore:
         if request.HasField("step"):
             message.step = request.step
         return NodeMessage(restore=message)
+
+    def _say_wanted(self, attempt: Attempt, rank: int) -> None:
+        terms = attempt.wants[rank].wanted.terms
+        said = NodeMessage.RestoreWanted(rank=rank, attempt=attempt.number, terms=terms)
+        self._link.say(NodeMessage(restore_wanted=said))
+
+    def _named(self, told: CoordinatorMessage.RestoreError) -> Error:
+        """Return the error of all ranks, with the names of what no rank asked for."""
+        attempt = self._attempt
+        if not told.unused or attempt is None or attempt.number != told.attempt or not attempt.loaded.done():
+            return told.error
+        return any_mesh.with_names(told.error, told.unused, attempt.loaded.result().sections)
 
     def _say_ready(self, attempt: Attempt) -> None:
         for rank in attempt.wants:

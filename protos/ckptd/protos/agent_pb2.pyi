@@ -1009,6 +1009,7 @@ class WantPart(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     ROW_RANKS_FIELD_NUMBER: builtins.int
     OBJECT_RANKS_FIELD_NUMBER: builtins.int
+    TERMS_FIELD_NUMBER: builtins.int
     session: builtins.str
     """First part only."""
     attempt: builtins.int
@@ -1033,6 +1034,10 @@ class WantPart(google.protobuf.message.Message):
     def object_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Row of object_names: stored rank whose object it is; empty: this rank's coordinate."""
 
+    @property
+    def terms(self) -> global___WantTerms:
+        """First part only; absent: nothing is compared, on any rank."""
+
     def __init__(
         self,
         *,
@@ -1043,11 +1048,54 @@ class WantPart(google.protobuf.message.Message):
         refused: ckptd.protos.error_pb2.Error | None = ...,
         row_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         object_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        terms: global___WantTerms | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["refused", b"refused", "rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "object_names", b"object_names", "object_ranks", b"object_ranks", "refused", b"refused", "row_ranks", b"row_ranks", "rows", b"rows", "session", b"session"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["refused", b"refused", "rows", b"rows", "terms", b"terms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "object_names", b"object_names", "object_ranks", b"object_ranks", "refused", b"refused", "row_ranks", b"row_ranks", "rows", b"rows", "session", b"session", "terms", b"terms"]) -> None: ...
 
 global___WantPart = WantPart
+
+@typing.final
+class WantTerms(google.protobuf.message.Message):
+    """What a rank's wish must be put beside the other ranks' for: what cannot be seen on one rank alone. Compared before the start
+    record is written.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
+    UNUSED_FIELD_NUMBER: builtins.int
+    MATCHED_FIELD_NUMBER: builtins.int
+    UNMATCHED_FIELD_NUMBER: builtins.int
+    choice: builtins.bytes
+    """Another mesh only: SHA-256 of the caller's choice, and of every stored name with its name here. Equal on all ranks."""
+    strict: builtins.bool
+    """Whether a stored name that was chosen and that no rank asks for fails the restore."""
+    unused: builtins.bytes
+    """Another mesh only: a bit for each stored name in sorted order, the highest of a byte first: it was chosen, and this rank does
+    not ask for it.
+    """
+    @property
+    def matched(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Texts of the choice that something here or stored fits."""
+
+    @property
+    def unmatched(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.error_pb2.Error]:
+        """Texts that nothing fits, as `object` of the error that counts where nothing fits on any rank."""
+
+    def __init__(
+        self,
+        *,
+        choice: builtins.bytes = ...,
+        strict: builtins.bool = ...,
+        unused: builtins.bytes = ...,
+        matched: collections.abc.Iterable[builtins.str] | None = ...,
+        unmatched: collections.abc.Iterable[ckptd.protos.error_pb2.Error] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "matched", b"matched", "strict", b"strict", "unmatched", b"unmatched", "unused", b"unused"]) -> None: ...
+
+global___WantTerms = WantTerms
 
 @typing.final
 class FetchedPart(google.protobuf.message.Message):
@@ -1084,8 +1132,13 @@ class FetchedPart(google.protobuf.message.Message):
     OBJECT_OFFSET_FIELD_NUMBER: builtins.int
     OBJECT_BYTES_FIELD_NUMBER: builtins.int
     BYTES_BY_TIER_FIELD_NUMBER: builtins.int
+    UNUSED_FIELD_NUMBER: builtins.int
     superseded: builtins.bool
     """The step was left for another one."""
+    unused: builtins.bytes
+    """First part only: bits as in WantTerms.unused, of all ranks together. Absent: an agent or a client of an older version took part,
+    and nothing was compared.
+    """
     @property
     def files(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """File table of this part: paths to map, where shared memory is used."""
@@ -1150,8 +1203,11 @@ class FetchedPart(google.protobuf.message.Message):
         object_offset: collections.abc.Iterable[builtins.int] | None = ...,
         object_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         bytes_by_tier: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        unused: builtins.bytes | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_by_tier", b"bytes_by_tier", "file", b"file", "file_offset", b"file_offset", "files", b"files", "nbytes", b"nbytes", "object", b"object", "object_bytes", b"object_bytes", "object_file", b"object_file", "object_offset", b"object_offset", "source_length", b"source_length", "source_offset", b"source_offset", "superseded", b"superseded", "want_row", b"want_row"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_unused", b"_unused", "unused", b"unused"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_unused", b"_unused", "bytes_by_tier", b"bytes_by_tier", "file", b"file", "file_offset", b"file_offset", "files", b"files", "nbytes", b"nbytes", "object", b"object", "object_bytes", b"object_bytes", "object_file", b"object_file", "object_offset", b"object_offset", "source_length", b"source_length", "source_offset", b"source_offset", "superseded", b"superseded", "unused", b"unused", "want_row", b"want_row"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_unused", b"_unused"]) -> typing.Literal["unused"] | None: ...
 
 global___FetchedPart = FetchedPart
 

@@ -342,6 +342,33 @@ class NodeMessage(google.protobuf.message.Message):
         def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
     @typing.final
+    class RestoreWanted(google.protobuf.message.Message):
+        """A rank has said what it wants. Said before its RestoreReady, and again after a reconnect."""
+
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        RANK_FIELD_NUMBER: builtins.int
+        ATTEMPT_FIELD_NUMBER: builtins.int
+        TERMS_FIELD_NUMBER: builtins.int
+        rank: builtins.int
+        """Global rank."""
+        attempt: builtins.int
+        """As RestoreChosen numbered it."""
+        @property
+        def terms(self) -> ckptd.protos.agent_pb2.WantTerms:
+            """As the rank gave them; absent: it gave none."""
+
+        def __init__(
+            self,
+            *,
+            rank: builtins.int = ...,
+            attempt: builtins.int = ...,
+            terms: ckptd.protos.agent_pb2.WantTerms | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["terms", b"terms"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "rank", b"rank", "terms", b"terms"]) -> None: ...
+
+    @typing.final
     class RestoreReady(google.protobuf.message.Message):
         """All bytes this rank wants are found and verified."""
 
@@ -426,6 +453,7 @@ class NodeMessage(google.protobuf.message.Message):
     RESTORE_READY_FIELD_NUMBER: builtins.int
     RESTORE_FAILED_FIELD_NUMBER: builtins.int
     RESTORE_DONE_FIELD_NUMBER: builtins.int
+    RESTORE_WANTED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___NodeMessage.NodeHello:
         """First message of every session."""
@@ -470,6 +498,10 @@ class NodeMessage(google.protobuf.message.Message):
     def restore_done(self) -> global___NodeMessage.RestoreDone:
         """A rank has copied."""
 
+    @property
+    def restore_wanted(self) -> global___NodeMessage.RestoreWanted:
+        """A rank wants."""
+
     def __init__(
         self,
         *,
@@ -484,10 +516,11 @@ class NodeMessage(google.protobuf.message.Message):
         restore_ready: global___NodeMessage.RestoreReady | None = ...,
         restore_failed: global___NodeMessage.RestoreFailed | None = ...,
         restore_done: global___NodeMessage.RestoreDone | None = ...,
+        restore_wanted: global___NodeMessage.RestoreWanted | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attached", b"attached", "begin", b"begin", "failed", b"failed", "gone", b"gone", "hello", b"hello", "kind", b"kind", "restore", b"restore", "restore_done", b"restore_done", "restore_failed", b"restore_failed", "restore_ready", b"restore_ready", "sealed", b"sealed", "staged", b"staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attached", b"attached", "begin", b"begin", "failed", b"failed", "gone", b"gone", "hello", b"hello", "kind", b"kind", "restore", b"restore", "restore_done", b"restore_done", "restore_failed", b"restore_failed", "restore_ready", b"restore_ready", "sealed", b"sealed", "staged", b"staged"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "attached", "gone", "begin", "staged", "sealed", "failed", "restore", "restore_ready", "restore_failed", "restore_done"] | None: ...
+    def HasField(self, field_name: typing.Literal["attached", b"attached", "begin", b"begin", "failed", b"failed", "gone", b"gone", "hello", b"hello", "kind", b"kind", "restore", b"restore", "restore_done", b"restore_done", "restore_failed", b"restore_failed", "restore_ready", b"restore_ready", "restore_wanted", b"restore_wanted", "sealed", b"sealed", "staged", b"staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attached", b"attached", "begin", b"begin", "failed", b"failed", "gone", b"gone", "hello", b"hello", "kind", b"kind", "restore", b"restore", "restore_done", b"restore_done", "restore_failed", b"restore_failed", "restore_ready", b"restore_ready", "restore_wanted", b"restore_wanted", "sealed", b"sealed", "staged", b"staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "attached", "gone", "begin", "staged", "sealed", "failed", "restore", "restore_ready", "restore_failed", "restore_done", "restore_wanted"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -701,14 +734,20 @@ class CoordinatorMessage(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         ATTEMPT_FIELD_NUMBER: builtins.int
+        UNUSED_FIELD_NUMBER: builtins.int
         attempt: builtins.int
         """As RestoreChosen numbered it."""
+        unused: builtins.bytes
+        """Bits as in WantTerms.unused, of all ranks together; absent: nothing was compared."""
         def __init__(
             self,
             *,
             attempt: builtins.int = ...,
+            unused: builtins.bytes | None = ...,
         ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["attempt", b"attempt"]) -> None: ...
+        def HasField(self, field_name: typing.Literal["_unused", b"_unused", "unused", b"unused"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["_unused", b"_unused", "attempt", b"attempt", "unused", b"unused"]) -> None: ...
+        def WhichOneof(self, oneof_group: typing.Literal["_unused", b"_unused"]) -> typing.Literal["unused"] | None: ...
 
     @typing.final
     class RestoreError(google.protobuf.message.Message):
@@ -718,8 +757,11 @@ class CoordinatorMessage(google.protobuf.message.Message):
 
         ATTEMPT_FIELD_NUMBER: builtins.int
         ERROR_FIELD_NUMBER: builtins.int
+        UNUSED_FIELD_NUMBER: builtins.int
         attempt: builtins.int
         """As RestoreChosen numbered it."""
+        unused: builtins.bytes
+        """Set when names that no rank asks for are the error: bits as in WantTerms.unused. Agents know the names, and add them."""
         @property
         def error(self) -> ckptd.protos.error_pb2.Error:
             """The same for all ranks."""
@@ -729,9 +771,10 @@ class CoordinatorMessage(google.protobuf.message.Message):
             *,
             attempt: builtins.int = ...,
             error: ckptd.protos.error_pb2.Error | None = ...,
+            unused: builtins.bytes = ...,
         ) -> None: ...
         def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error"]) -> None: ...
+        def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error", "unused", b"unused"]) -> None: ...
 
     WELCOME_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int

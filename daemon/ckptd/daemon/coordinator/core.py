@@ -195,6 +195,8 @@ class Coordinator:
             self._note_held(name, message.failed.timeline, message.failed.step, failed=message.failed.error)
         elif kind == "restore":
             restoring.on_restore(state, message.restore)
+        elif kind == "restore_wanted":
+            restoring.on_wanted(state, message.restore_wanted)
         elif kind == "restore_ready":
             restoring.on_ready(state, message.restore_ready)
         elif kind == "restore_failed":

@@ -12,6 +12,7 @@ from enum import Enum
 from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.comparing import Schedule
 from ckptd.daemon.coordinator.effects import Effect, Log, Send
+from ckptd.daemon.coordinator.terms import Terms
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.plan import Plan
 from ckptd.protos.agent_pb2 import LeadRequest
@@ -101,10 +102,14 @@ class Attempt:
     """One try to restore one step on all ranks."""
 
     number: int
+    step: int
     ready: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     failed: Error | None = None
     failed_done: Error | None = None
+    terms: Terms = field(default_factory=Terms)
+    unused: bytes = b""
+    """Bits of the names that `failed` is about, if it is about names that no rank asks for."""
 
 
 @dataclass(kw_only=True, slots=True)
