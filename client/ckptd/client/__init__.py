@@ -17,6 +17,7 @@ from .errors import (
     Unavailable,
 )
 from .handles import SaveHandle
+from .loading import LoadedStep, OpenStep, StoredTensor, TensorPiece, load, open_step
 from .resharding import StoredPiece
 from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded
@@ -32,6 +33,8 @@ __all__ = [
     "Fenced",
     "Finding",
     "InvalidRequest",
+    "LoadedStep",
+    "OpenStep",
     "OutcomeUnknown",
     "PerRank",
     "Restored",
@@ -40,6 +43,10 @@ __all__ = [
     "SnapshotCorrupt",
     "SnapshotNotFound",
     "StoredPiece",
+    "StoredTensor",
+    "TensorPiece",
     "Trackable",
     "Unavailable",
+    "load",
+    "open_step",
 ]

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.daemon import any_mesh, restore_plan
+from ckptd.daemon import restore_plan
 from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob
@@ -29,6 +29,7 @@ from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import Committed
 
 if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
@@ -83,6 +84,8 @@ class NodeRestore:
         self._asks: dict[int, Ask] = {}
         self._attempt: Attempt | None = None
         self._superseded: set[int] = set()
+        self._kept: tuple[Committed, Stored] | None = None
+        """The last step's indexes, in a run that only reads: it may read one step in many rounds."""
         self._last_failure: tuple[int, Error] | None = None
         """The last attempt that failed on all ranks, for a rank whose Want comes after that was told."""
 
@@ -221,16 +224,21 @@ class NodeRestore:
         """Read what the step's indexes say of this node's ranks, and answer their Restore."""
         loop = asyncio.get_running_loop()
         about = self._link.about
+        chosen = attempt.chosen
         try:
-            stored = await loop.run_in_executor(
-                None,
-                restore_plan.load,
-                self._held.store,
-                attempt.chosen,
-                about.mesh,
-                about.world,
-                sorted(self._link.ranks),
-            )
+            stored = self._kept[1] if self._kept is not None and self._kept[0] == chosen.committed else None
+            if stored is None:
+                stored = await loop.run_in_executor(
+                    None,
+                    restore_plan.load,
+                    self._held.store,
+                    chosen,
+                    about.mesh,
+                    about.world,
+                    sorted(self._link.ranks),
+                )
+            if about.options.read_only:
+                self._kept = (chosen.committed, stored)
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
             self._failed(
                 attempt,
@@ -314,7 +322,7 @@ class NodeRestore:
             other_mesh=stored.other_mesh,
         )
         if stored.other_mesh:
-            return [StoredPart(found=found), *any_mesh.offer(stored.sections)]
+            return [StoredPart(found=found), *stored.offer]
         section = stored.sections[rank]
         first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
         return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]

@@ -144,7 +144,7 @@ class LeadRequest(google.protobuf.message.Message):
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
-    """The user's name of the job."""
+    """The user's name of the job. Empty, in a read-only run: whatever job the root holds."""
     run_id: builtins.str
     """Random, made by rank 0, shared by all ranks of the run."""
     world: builtins.int
@@ -278,7 +278,7 @@ class AttachRequest(google.protobuf.message.Message):
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
-    """The user's name of the job."""
+    """The user's name of the job; may be empty as in LeadRequest."""
     run_id: builtins.str
     """As rank 0 made it."""
     rank: builtins.int
