@@ -1,0 +1,251 @@
+"""safetensors: one file, or several with an index as transformers reads it.
+
+Owns: cutting into files, writing them piece by piece, and opening them again with the real library. Does not own: what is
+written (`selection`). Invariant: a file's bytes are those the library itself would write for these tensors in this order:
+widest dtypes first, so that each tensor is aligned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptd.client.errors import InvalidRequest
+from ckptd.client.loading import OpenStep, StoredTensor
+
+from .selection import Digests, Selection, pieces, refuse_dtypes
+from .sources import Source
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_FORMAT = "format"
+"""Key of the metadata that transformers asks for."""
+_ALIGN = 8
+CODES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Dtypes, and what the format calls them. Source: the format's README, and the table of safetensors.torch."""
+
+
+def library() -> Any:
+    """Return the library.
+
+    Raises:
+        InvalidRequest: it is not installed.
+    """
+    try:
+        import safetensors  # noqa: PLC0415 - an extra
+    except ImportError:
+        raise InvalidRequest(
+            "the library safetensors is not installed", hint="pip install 'ckptd[export]'", key="safetensors"
+        ) from None
+    return safetensors
+
+
+def check(selection: Selection) -> None:
+    """Refuse what the format cannot hold; see `refuse_dtypes`."""
+    library()
+    refuse_dtypes(selection, CODES, "safetensors")
+    odd = next((name for name in (*selection.tensors, *selection.ties) if name in {_FORMAT, "__metadata__"}), None)
+    if odd is not None:
+        raise InvalidRequest(f"a tensor called {odd!r} cannot stand in a safetensors file", key=odd)
+
+
+def write(
+    opened: OpenStep, selection: Selection, folder: Path, *, most: int, progress: Callable[[int], None] | None
+) -> Digests:
+    """Write everything selected into a folder; on return it is on disk, but for the folder's own entry.
+
+    Args:
+        opened: The step.
+        selection: What of it; checked.
+        folder: Empty.
+        most: Bytes of tensors a file holds at most, but for a single larger one.
+        progress: Told of bytes written.
+    """
+    files = _files(selection, most)
+    for file in files:
+        file.reserve(folder)
+    digests = Digests()
+    place = {name: file for file in files for name in file.starts}
+    with contextlib.ExitStack() as stack:
+        current: _File | None = None
+        for name, piece, data in pieces(opened, selection):
+            # Stored order is the order of the files too: one is open at a time.
+            if place[name] is not current:
+                stack.close()
+                current = place[name]
+                stack.enter_context(current.open(folder))
+            current.put(name, piece.start, data)
+            digests.take(name, data)
+            if progress is not None:
+                progress(len(data))
+    if len(files) > 1:
+        _write_index(folder / INDEX, selection, place)
+    return digests
+
+
+class _File:
+    """One file: its name, its header, and where each tensor begins in it."""
+
+    def __init__(self, name: str, tensors: Mapping[str, StoredTensor], ties: Mapping[str, str]) -> None:
+        self.name = name
+        self.starts: dict[str, int] = {}
+        metadata = {_FORMAT: "pt", **{tie: owner for tie, owner in ties.items() if owner in tensors}}
+        header: dict[str, object] = {"__metadata__": metadata}
+        at = 0
+        # Stable: of one width, tensors stay in stored order.
+        for key, one in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            header[key] = {"dtype": CODES[one.dtype], "shape": one.shape, "data_offsets": [at, at + one.nbytes]}
+            self.starts[key] = at
+            at += one.nbytes
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGN)
+        self.head = len(text).to_bytes(8, "little") + text
+        self.nbytes = len(self.head) + at
+        self._handle = -1
+
+    def reserve(self, folder: Path) -> None:
+        """Make the file with its header and its full length: what does not fit on the disk fails before the first tensor."""
+        handle = os.open(folder / self.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            os.posix_fallocate(handle, 0, self.nbytes)
+            put(handle, self.head, 0)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    @contextlib.contextmanager
+    def open(self, folder: Path) -> Iterator[None]:
+        """Keep the file open for `put`, and bring it to the disk at the end."""
+        self._handle = os.open(folder / self.name, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            yield
+            settle(self._handle)
+        finally:
+            os.close(self._handle)
+
+    def put(self, name: str, start: int, data: memoryview) -> None:
+        """Write bytes of a tensor at their place."""
+        put(self._handle, data, len(self.head) + self.starts[name] + start)
+
+
+def put(handle: int, data: memoryview | bytes, at: int) -> None:
+    """Write all of it at an offset."""
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(handle, view, at)
+        view, at = view[done:], at + done
+
+
+def settle(handle: int) -> None:
+    """Bring a file to the disk, and let the page cache forget it."""
+    os.fsync(handle)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _files(selection: Selection, most: int) -> list[_File]:
+    groups: list[dict[str, StoredTensor]] = [{}]
+    taken = 0
+    for name, one in selection.tensors.items():
+        if groups[-1] and taken + one.nbytes > most:
+            groups.append({})
+            taken = 0
+        groups[-1][name] = one
+        taken += one.nbytes
+    if len(groups) == 1:
+        return [_File(SINGLE, groups[0], selection.ties)]
+    count = len(groups)
+    return [
+        _File(f"model-{number:05d}-of-{count:05d}.safetensors", group, selection.ties)
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def _write_index(path: Path, selection: Selection, place: Mapping[str, _File]) -> None:
+    index = {
+        "metadata": {"total_size": selection.nbytes},
+        "weight_map": {name: place[name].name for name in sorted(selection.tensors)},
+    }
+    with path.open("x", encoding="utf-8") as file:
+        file.write(json.dumps(index, indent=2, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_back(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor, as the library reads it."""
+    for path in _paths(folder):
+        with library().safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                yield name, file.get_tensor(name)
+
+
+def _paths(source: Path) -> list[Path]:
+    """Return the files of a folder: those its index names, else all.
+
+    Raises:
+        InvalidRequest: there is none, or the index names what is not there.
+    """
+    if source.is_file():
+        return [source]
+    index = source / INDEX
+    if index.is_file():
+        try:
+            named = json.loads(index.read_text("utf-8"))["weight_map"].values()
+            # Names only: an index must not lead out of its folder.
+            found = [source / Path(name).name for name in dict.fromkeys(named)]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InvalidRequest(f"{index} is no index of safetensors files: {error}", key=str(index)) from None
+    else:
+        found = sorted(source.glob("*.safetensors"))
+    missing = [path for path in found if not path.is_file()]
+    if missing or not found:
+        raise InvalidRequest(f"{missing[0] if missing else source / '*.safetensors'} is not there", key=str(source))
+    return found
+
+
+def read(source: Path) -> Source:
+    """Open files for an import; the bytes of tensors are read when they are used.
+
+    Raises:
+        InvalidRequest: they are no safetensors files, or one name stands in two of them.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    ties: dict[str, str] = {}
+    safetensors = library()
+    for path in _paths(source):
+        try:
+            with safetensors.safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                metadata: Mapping[str, str] = file.metadata() or {}
+                held = {name: file.get_tensor(name) for name in names}
+        except (safetensors.SafetensorError, OSError) as error:
+            raise InvalidRequest(f"{path} cannot be read as safetensors: {error}", key=str(path)) from None
+        twice = next((name for name in names if name in tensors), None)
+        if twice is not None:
+            raise InvalidRequest(f"{twice} stands in two files of {source}", key=twice)
+        tensors |= held
+        ties |= {tie: owner for tie, owner in metadata.items() if owner in held}
+    return Source(tensors=tensors, ties={tie: owner for tie, owner in ties.items() if tie not in tensors}, others=())
