@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ckptd.client import LoadedStep, load
+from ckptd.client import LoadedStep, StoredTensor, load, open_step
 from ckptd.client.formats import safetensors_files, torch_file
+from ckptd.client.formats.mapped_file import MappedFile
 from ckptd.daemon import cli
 from ckptd.daemon.cli.exit_codes import ExitCode
 
@@ -145,8 +146,13 @@ def test_safetensors_are_cut_into_files_as_transformers_reads_them(
     arguments = ["--format", "safetensors", "--out", out, "--only", "model", "--only", "wide", "--rename", "model/=m."]
     code, report, _ = run(capsys, "export", two_rank_root.url, *arguments, "--max-shard-size", "1.5MB")
     assert code == 0
-    cut = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
-    assert sorted(report["files"]) == [*cut, "model.safetensors.index.json"]
+    cut = sorted(set(report["files"]) - {"model.safetensors.index.json"})
+    assert len(cut) >= 3
+    assert cut == [f"model-{number:05d}-of-{len(cut):05d}.safetensors" for number in range(1, len(cut) + 1)]
+    for name in cut:
+        with safe_open(out / name, framework="pt") as file:
+            sizes = [len(raw(file.get_tensor(key))) for key in file.keys()]  # noqa: SIM118
+        assert sum(sizes) <= 1_500_000 or len(sizes) == 1
     found = read_safetensors(out)
     expected = {
         name.replace("model/", "m."): tensor for name, tensor in loaded.items() if name.startswith(("model/", "wide/"))
@@ -226,13 +232,14 @@ def test_what_cannot_be_exported_leaves_everything_as_it_was(
         refused("zip")[0] == refused("torch", "--max-shard-size", "big")[0] == refused("torch", "--rename", "x")[0] == 2
     )
 
-    def spoiled(handle: int, data: memoryview, at: int) -> None:
-        whole = bytearray(data)
-        if len(whole) > 1000:
-            whole[500] ^= 1
-        os.pwrite(handle, bytes(whole), at)
+    write = MappedFile.write
 
-    monkeypatch.setattr(safetensors_files, "put", spoiled)
+    def spoiled(self: MappedFile, one: StoredTensor, at: int, offset: tuple[int, ...], data: torch.Tensor) -> None:
+        changed = data.clone()
+        changed.view(torch.int32)[-1, -1] ^= 1
+        write(self, one, at, offset, changed)
+
+    monkeypatch.setattr(MappedFile, "write", spoiled)
     code, err = refused("safetensors", "--only", "wide/rows")
     assert code == ExitCode.UNAVAILABLE
     assert "wide/rows read back from" in err
@@ -318,21 +325,12 @@ def test_an_import_is_restored_into_a_model_and_exported_again(
         assert (restored.step, restored.tags) == (40, {"imported": format_name})
         assert all(same(tensor, state[name]) for name, tensor in live.state_dict().items())
         checkpointer.save(41).wait()
-    code, _, err = run(capsys, "import", theirs, root, *arguments[:2], "--step", 50, *arguments[4:], "--only", "embed")
-    assert (code, err) == (0, "")
-    assert set(load(root)) == {"model/embed.weight"}
-
     out = tmp_path / "again"
     again = ["export", root, "--step", 40, "--format", format_name, "--out", out, "--strip", "model/"]
     assert run(capsys, *again)[0] == 0
     found = through_the_library(format_name, out)
     assert set(found) == set(state) - ({"head.weight"} if format_name == "safetensors" else set())
     assert all(same(tensor, state[name]) for name, tensor in found.items())
-    assert run(capsys, "import", out, f"{root}-2", *arguments)[0] == 0
-    first, second = load(root, 40, objects=True), load(f"{root}-2", objects=True)
-    assert first.ties == second.ties
-    assert set(first) == set(second)
-    assert all(same(tensor, second[name]) for name, tensor in first.items())
 
 
 def test_an_import_refuses_a_living_job(
@@ -406,9 +404,16 @@ def test_what_is_no_tensor_is_refused_unless_tensors_are_chosen(
     assert (code, "--only 'modell' chooses nothing" in err) == (ExitCode.USAGE, True)
     code, report, err = run(capsys, *arguments, "--only", "model")
     assert (code, report["tensors"]) == (0, 2)
-    found = load(root)
-    assert same(found["model/a.w"], torch.ones(2))
-    assert same(found["model/b"], torch.zeros(0))
+    # A further step of a job that does not run.
+    again = ["import", tmp_path / "mixed.pt", root, "--job", "j", "--step", 9, "--format", "torch", "--only", "model/b"]
+    assert run(capsys, *again)[0] == 0
+    with open_step(root, 1) as step:
+        found = step.read()
+        assert same(found["model/a.w"], torch.ones(2))
+        assert same(found["model/b"], torch.zeros(0))
+        assert list(step.objects) == ["rng"]
+    with open_step(root) as step:
+        assert (step.step, list(step.tensors)) == (9, ["model/b"])
     torch.save({"w": torch.ones(2)}, tmp_path / "flat.pt")
     code, _, err = run(capsys, "import", tmp_path / "flat.pt", f"{root}-2", *arguments[3:])
     assert (code, "--prefix model/" in err) == (ExitCode.USAGE, True)

@@ -12,18 +12,19 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
 from ckptd.protos.shard_table import ShardRow
 
 from .config import Config, resolve
-from .errors import InvalidRequest
+from .errors import InvalidRequest, SnapshotCorrupt
 from .resharding import StoredPiece, decoded
 from .selecting import Choice
 from .sharding import dtype_of
 from .step_session import PHASE, StepSession
+from .stored_boxes import StoredBox
 from .targets import ObjectKey, Wanted
 from .windows import Slab, windows
 
@@ -54,18 +55,16 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class TensorPiece:
-    """A range of a tensor's C-contiguous bytes, as a box of it.
+    """A box of a tensor.
 
     Attributes:
         tensor: Which one.
-        offset: Where the box begins, in elements.
-        start: Where the range begins, in bytes.
-        data: The box. Its memory is used again by the next window: copy what is to be kept.
+        offset: Where the box begins in it, in elements.
+        data: The box, contiguous. Its memory is used again by the next window: copy what is to be kept.
     """
 
     tensor: StoredTensor
     offset: tuple[int, ...]
-    start: int
     data: torch.Tensor
 
 
@@ -135,8 +134,24 @@ class OpenStep:
         self.metrics: Mapping[str, float] = dict(found.metrics)
         self.tags: Mapping[str, str] = dict(found.tags)
         self.mesh: Mapping[str, int] = dict(zip(found.mesh.axes, found.mesh.sizes, strict=False))
-        self._rows = {name: rows[0] for name, rows in stored.rows.items()}
-        owners = {name: _described(row) for name, row in self._rows.items()}
+        owners: dict[str, StoredTensor] = {}
+        held: dict[str, int] = {}
+        boxes: dict[tuple[str, int], list[ShardRow]] = {}
+        for box in stored.boxes:
+            name = box.row.name
+            if box.owner is not None:
+                boxes.setdefault((name, box.owner), []).append(box.row)
+            else:
+                if name not in owners:
+                    owners[name] = _described(box.row, box.row.global_shape)
+                held[name] = held.get(name, 0) + math.prod(box.row.length)
+        _check_whole(owners, held)
+        self._own: dict[str, dict[int, StoredTensor]] = {}
+        self._origins: dict[tuple[str, int | None], tuple[int, ...]] = {}
+        for (name, rank), rows in boxes.items():
+            origin, shape = _extent(rows)
+            self._own.setdefault(name, {})[rank] = _described(rows[0], shape)
+            self._origins[name, rank] = origin
         # A name that is tied on one stage and has bytes of its own on another is read under its own.
         ties = {
             name: replace(owners[target], name=name, alias_of=target)
@@ -144,20 +159,21 @@ class OpenStep:
             if target in owners and name not in owners
         }
         self.tensors: Mapping[str, StoredTensor] = {**owners, **ties}
-        where = self._session.coordinates
         self.own: Mapping[str, tuple[StoredPiece, ...]] = {
-            name: tuple(
-                StoredPiece(coordinate=where[rank], value=_described(row)) for rank, row in sorted(rows.items())
-            )
-            for name, rows in stored.own_rows.items()
+            name: self._by_coordinate(ranks) for name, ranks in self._own.items()
         }
+        where = stored.coordinates
         self.objects: Mapping[str, tuple[Mapping[str, int], ...]] = {
             name: tuple(where[rank] for rank in ranks) for name, ranks in sorted(stored.holders.items())
         }
 
+    def _by_coordinate(self, ranks: Mapping[int, object]) -> tuple[StoredPiece, ...]:
+        where = self._session.stored.coordinates
+        return tuple(StoredPiece(coordinate=where[rank], value=value) for rank, value in sorted(ranks.items()))
+
     @property
     def read_bytes(self) -> int:
-        """Bytes read from the store so far, those of whole chunks: a chunk is read for each window that needs a part of it."""
+        """Bytes read from the store so far, those of whole chunks: one that lies in two windows is read for each."""
         return self._session.read_bytes
 
     def names(self, names: Names | None = None) -> list[str]:
@@ -172,10 +188,23 @@ class OpenStep:
         """Return whole tensors; see `load`."""
         others = [*self.own, *self.objects] if objects else []
         wanted = set(_chosen(names, [*self.tensors, *others], [] if objects else [*self.own, *self.objects]))
-        tensors = self._read_global([name for name in self.tensors if name in wanted])
-        own = self._read_own([name for name in self.own if objects and name in wanted])
+        order = dict.fromkeys(self.tensors[name].alias_of or name for name in self.tensors if name in wanted)
+        made = {name: _empty(self.tensors[name]) for name in order}
+        own = {
+            name: {rank: _empty(one) for rank, one in ranks.items()}
+            for name, ranks in self._own.items()
+            if objects and name in wanted
+        }
+        for window in self._windows(made, own):
+            wants = []
+            for box, slab in window:
+                target = made[box.row.name] if box.owner is None else own[box.row.name][box.owner]
+                origin = self._origins.get((box.row.name, box.owner), (0,) * target.ndim)
+                at = tuple(a - b for a, b in zip(_offset(box, slab), origin, strict=True))
+                wants.append(_want(box, slab, part_of(target, at, slab.length)))
+            self._session.fetch(wants)
+        tensors = {name: made[one.alias_of or name] for name, one in self.tensors.items() if name in wanted}
         values = {name: self._object(name, tensors, own) for name in self.objects if objects and name in wanted}
-        where = self._session.coordinates
         return LoadedStep(
             step=self.step,
             timeline=self.timeline,
@@ -185,79 +214,63 @@ class OpenStep:
             ties=_ties({name: self.tensors[name] for name in tensors}),
             tensors=tensors,
             objects=values,
-            own={
-                name: tuple(StoredPiece(coordinate=where[rank], value=held) for rank, held in sorted(ranks.items()))
-                for name, ranks in own.items()
-            },
+            own={name: self._by_coordinate(ranks) for name, ranks in own.items()},
         )
 
     def pieces(self, names: Names | None = None) -> Iterator[TensorPiece]:
-        """Yield the bytes of global tensors, window by window, in stored order; tied names once, under their owner.
+        """Yield global tensors box by box, in the order they are stored in; tied names once, under their owner.
 
-        All of a tensor comes before the next one begins, its pieces in C order. Never more than a window is held.
+        The boxes of a tensor hold each of its elements once; other tensors' may come between them. Never more than a window is
+        held, and each chunk of the store is read about once: that is what this order is for.
         """
-        owners = dict.fromkeys(self.tensors[name].alias_of or name for name in self.names(names))
-        return self.pieces_of([self.tensors[name] for name in self.tensors if name in owners])
+        return self.pieces_of(dict.fromkeys(self.tensors[name].alias_of or name for name in self.names(names)))
 
-    def pieces_of(self, order: Sequence[StoredTensor]) -> Iterator[TensorPiece]:
-        """Yield the bytes of exactly these tensors, in this order; see `pieces`. Each must be one of `tensors`, no alias."""
+    def pieces_of(self, owners: Collection[str]) -> Iterator[TensorPiece]:
+        """Yield the boxes of exactly these tensors, none of them an alias; see `pieces`."""
         buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-        for window in windows([(one.shape, one.dtype.itemsize) for one in order], self.window_bytes):
-            need = sum(slab.room for slab in window)
+        for window in self._windows(owners, {}):
+            need = sum(slab.room for _, slab in window)
             if buffer.numel() < need:
                 buffer = torch.empty(need, dtype=torch.uint8, device="cpu")
-            at, wanted = 0, []
-            for slab in window:
-                one = order[slab.position]
-                view = buffer[at : at + slab.nbytes].view(one.dtype).view(slab.length)
-                wanted.append(Wanted(row=_row(self._rows[one.name], slab), view=view))
+            at, wants = 0, []
+            for box, slab in window:
+                view = buffer[at : at + slab.nbytes].view(self.tensors[box.row.name].dtype).view(slab.length)
+                wants.append(_want(box, slab, view))
                 at += slab.room
-            self._session.fetch(wanted)
-            for slab, filled in zip(window, wanted, strict=True):
-                yield TensorPiece(tensor=order[slab.position], offset=slab.offset, start=slab.start, data=filled.view)
+            self._session.fetch(wants)
+            for (box, slab), filled in zip(window, wants, strict=True):
+                yield TensorPiece(tensor=self.tensors[box.row.name], offset=_offset(box, slab), data=filled.view)
 
-    def _read_global(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        owners = dict.fromkeys(self.tensors[name].alias_of or name for name in names)
-        order = [name for name in self.tensors if name in owners]
-        made = self._filled([(self._rows[name], None) for name in order])
-        of = dict(zip(order, made, strict=True))
-        return {name: of[self.tensors[name].alias_of or name] for name in names}
+    def cuts_of(self, owners: Collection[str]) -> Iterator[tuple[StoredTensor, tuple[int, ...], tuple[int, ...]]]:
+        """Yield tensor, offset and length of every piece that `pieces_of` will yield, in its order; nothing is read."""
+        for window in self._windows(owners, {}):
+            for box, slab in window:
+                yield self.tensors[box.row.name], _offset(box, slab), slab.length
 
-    def _read_own(self, names: Sequence[str]) -> dict[str, dict[int, torch.Tensor]]:
-        rows = self._session.stored.own_rows
-        order = [(name, rank) for name in names for rank in sorted(rows[name])]
-        made = self._filled([(rows[name][rank], rank) for name, rank in order])
-        found: dict[str, dict[int, torch.Tensor]] = {name: {} for name in names}
-        for (name, rank), tensor in zip(order, made, strict=True):
-            found[name][rank] = tensor
-        return found
-
-    def _filled(self, rows: Sequence[tuple[ShardRow, int | None]]) -> list[torch.Tensor]:
-        """Return fresh tensors with what is stored in the rows; of one rank's own, those of the rank beside it."""
-        made = [torch.empty(row.length, dtype=dtype_of(row.dtype), device="cpu") for row, _ in rows]
-        for window in windows([(tensor.shape, tensor.dtype.itemsize) for tensor in made], self.window_bytes):
-            self._session.fetch(
-                [
-                    Wanted(row=_row(rows[slab.position][0], slab), view=_part(made[slab.position], slab), rank=rank)
-                    for slab in window
-                    for rank in (rows[slab.position][1],)
-                ]
-            )
-        return made
+    def _windows(
+        self, owners: Collection[str], own: Mapping[str, Mapping[int, object]]
+    ) -> Iterator[list[tuple[StoredBox, Slab]]]:
+        """Yield what each round reads of the global tensors `owners`, and of the ranks' own tensors `own`."""
+        boxes = [
+            box
+            for box in self._session.stored.boxes
+            if (box.row.name in owners if box.owner is None else box.row.name in own)
+        ]
+        shapes = ((box.row.length, dtype_of(box.row.dtype).itemsize) for box in boxes)
+        for window in windows(shapes, self.window_bytes):
+            yield [(boxes[slab.position], slab) for slab in window]
 
     def _object(
         self, name: str, tensors: Mapping[str, torch.Tensor], own: Mapping[str, Mapping[int, torch.Tensor]]
     ) -> tuple[StoredPiece, ...]:
-        ranks = self._session.stored.holders[name]
-        keys: list[ObjectKey] = [(name, rank) for rank in ranks]
+        keys: list[ObjectKey] = [(name, rank) for rank in self._session.stored.holders[name]]
         data = self._session.fetch([], keys)
-        where = self._session.coordinates
-        return tuple(
-            StoredPiece(
-                coordinate=where[rank],
-                value=decoded(name, data[name, rank], functools.partial(self._tensor, rank, tensors, own)),
-            )
-            for rank in ranks
+        return self._by_coordinate(
+            {
+                rank: decoded(name, data[name, rank], functools.partial(self._tensor, rank, tensors, own))
+                for _, rank in keys
+                if rank is not None
+            }
         )
 
     def _tensor(
@@ -274,10 +287,9 @@ class OpenStep:
             return tensors[name]
         if name in self.tensors:
             return self.tensors[name]
-        row = self._session.stored.own_rows.get(name, {}).get(rank)
-        if row is None:
+        if rank not in self._own.get(name, {}):
             raise ValueError(f"it refers to a tensor {name!r} that is not stored")
-        return _described(row)
+        return self._own[name][rank]
 
     def close(self) -> None:
         """End the session and its agent; idempotent."""
@@ -357,10 +369,32 @@ def load(
         return opened.read(names, objects=objects)
 
 
-def _described(row: ShardRow) -> StoredTensor:
+def _described(row: ShardRow, shape: tuple[int, ...]) -> StoredTensor:
     dtype = dtype_of(row.dtype)
-    shape = row.length
     return StoredTensor(name=row.name, dtype=dtype, shape=shape, nbytes=math.prod(shape) * dtype.itemsize)
+
+
+def _check_whole(owners: Mapping[str, StoredTensor], held: Mapping[str, int]) -> None:
+    """Refuse a tensor of which elements are missing. A commit does; what is empty memory here would pass for a value."""
+    for name, one in owners.items():
+        if held[name] != math.prod(one.shape):
+            raise SnapshotCorrupt(
+                f"{name}: {held[name]} of {math.prod(one.shape)} elements are stored", key=name, phase=PHASE
+            )
+
+
+def _extent(rows: Sequence[ShardRow]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offset and shape of the box that one rank's own pieces of a tensor make up.
+
+    Raises:
+        InvalidRequest: they do not make up one.
+    """
+    low = tuple(min(at) for at in zip(*(row.offset for row in rows), strict=True))
+    ends = ([a + b for a, b in zip(row.offset, row.length, strict=True)] for row in rows)
+    shape = tuple(max(end) - at for at, end in zip(low, zip(*ends, strict=True), strict=True))
+    if sum(math.prod(row.length) for row in rows) != math.prod(shape):
+        raise InvalidRequest(f"{rows[0].name}: one rank's pieces of it are no box", key=rows[0].name, phase=PHASE)
+    return low, shape
 
 
 def _chosen(names: Names | None, present: Collection[str], others: Collection[str]) -> list[str]:
@@ -406,16 +440,22 @@ def _ties(tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
     return ties
 
 
-def _row(row: ShardRow, slab: Slab) -> ShardRow:
-    offset = tuple(a + b for a, b in zip(row.offset, slab.offset, strict=True))
-    return replace(row, offset=offset, length=slab.length, nbytes=slab.nbytes)
+def _empty(one: StoredTensor) -> torch.Tensor:
+    return torch.empty(one.shape, dtype=one.dtype, device="cpu")
 
 
-def _part(tensor: torch.Tensor, slab: Slab) -> torch.Tensor:
-    if tuple(tensor.shape) == slab.length:
-        return tensor
-    part: Any = tensor
-    for dim, (at, length) in enumerate(zip(slab.offset, slab.length, strict=True)):
-        part = part.narrow(dim, at, length)
-    held: torch.Tensor = part
-    return held
+def _offset(box: StoredBox, slab: Slab) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip(box.row.offset, slab.offset, strict=True))
+
+
+def _want(box: StoredBox, slab: Slab, view: torch.Tensor) -> Wanted:
+    row = replace(box.row, offset=_offset(box, slab), length=slab.length, nbytes=slab.nbytes)
+    return Wanted(row=row, view=view, rank=box.owner)
+
+
+def part_of(tensor: torch.Tensor, offset: Sequence[int], length: Sequence[int]) -> torch.Tensor:
+    """Return the view of a box of a tensor."""
+    for dim, (at, size) in enumerate(zip(offset, length, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, at, size)
+    return tensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ from .link import Link
 from .mesh import Topology
 from .private_agent import PrivateAgent
 from .restored_files import RestoredFiles, SharedFiles, StreamedFiles
-from .stored import Stored, StoredParts
+from .stored_boxes import StoredBoxes
 from .targets import ObjectKey, Wanted
 
 _CALL_S = 30.0
@@ -80,12 +80,13 @@ class StepSession:
             self.close()
             raise
 
-    def _open(self, step: int | None) -> Stored:
+    def _open(self, step: int | None) -> StoredBoxes:
         """Choose the step, and end the first round without asking for anything."""
-        answer = StoredParts()
+        answer = StoredBoxes()
         with self._hinted():
             attachment = self._link.attached(deadline=time.monotonic() + _CALL_S)
             request = self._request(attachment.session, step)
+            request.detail = RestoreRequest.BOXES
             for part in self._link.stream(attachment, "Restore", request, timeout_s=self._limit, phase=PHASE):
                 answer.take(part)
             if not answer.found.found:
@@ -94,7 +95,8 @@ class StepSession:
                 )
             self.found = answer.found
             self._end_round(self._want(answer.found.attempt, [], []), answer.found.attempt)
-        return answer.stored(self._topology.place, self._topology.world)
+        answer.finish()
+        return answer
 
     def fetch(self, wanted: Sequence[Wanted], objects: Sequence[ObjectKey] = ()) -> dict[ObjectKey, bytes]:
         """Fill the views of `wanted`, and return encoded objects; one round.
@@ -125,6 +127,7 @@ class StepSession:
     def _ask_again(self) -> int:
         attachment = self._link.attached(deadline=time.monotonic() + _CALL_S)
         request = self._request(attachment.session, self.found.step)
+        request.detail = RestoreRequest.NOTHING
         found = StoredPart.Found()
         for part in self._link.stream(attachment, "Restore", request, timeout_s=self._limit, phase=PHASE):
             if part.HasField("found"):
@@ -182,11 +185,6 @@ class StepSession:
                 "its job may have dropped the step meanwhile (`ckptd ls`); else `ckptd verify` lists what is bad"
             )
             raise
-
-    @property
-    def coordinates(self) -> Mapping[int, Mapping[str, int]]:
-        """Stored rank: its coordinate, axis by axis."""
-        return self.stored.elsewhere.coordinates if self.stored.elsewhere is not None else {}
 
     def close(self) -> None:
         """End the session and its agent; idempotent."""

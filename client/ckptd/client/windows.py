@@ -1,8 +1,8 @@
-"""How much of a step is read at once: tensors packed into windows, large ones cut into slabs.
+"""How much of a step is read at once: boxes of tensors packed into windows, large ones cut into slabs.
 
-Pure. Owns: the cuts. Does not own: reading (`step_session`). Invariant: the slabs of a tensor follow one another, hold each
-of its elements once, and each is one contiguous range of its C-contiguous bytes; a window is longer than its limit only
-where a single element is.
+Pure. Owns: the cuts. Does not own: reading (`step_session`). Invariant: the slabs of a box follow one another, hold each of
+its elements once, and each is one contiguous range of its C-contiguous bytes; a window is longer than its limit only where a
+single element is.
 """
 
 from __future__ import annotations
@@ -17,20 +17,18 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slab:
-    """A box of a tensor.
+    """A box within a stored one.
 
     Attributes:
-        position: Of the tensor among those that were asked for.
-        offset: Where the box begins, in elements.
-        length: Of the box, in elements.
-        start: Where it begins in the tensor's C-contiguous bytes.
+        position: Of the stored box among those that were asked for.
+        offset: Where it begins in the stored box, in elements.
+        length: In elements.
         nbytes: Its bytes.
     """
 
     position: int
     offset: tuple[int, ...]
     length: tuple[int, ...]
-    start: int
     nbytes: int
 
     @property
@@ -40,10 +38,10 @@ class Slab:
 
 
 def slabs(shape: Sequence[int], itemsize: int, limit: int, *, position: int = 0) -> Iterator[Slab]:
-    """Cut a tensor into boxes of at most `limit` bytes, in C order; one box where it fits, also without elements.
+    """Cut a box into smaller ones of at most `limit` bytes, in C order; one box where it fits, also without elements.
 
     Args:
-        shape: Of the tensor.
+        shape: Of the box.
         itemsize: Bytes of an element.
         limit: Bytes.
         position: Handed on.
@@ -51,13 +49,12 @@ def slabs(shape: Sequence[int], itemsize: int, limit: int, *, position: int = 0)
     shape = tuple(shape)
     if math.prod(shape) * itemsize <= limit or not shape:
         whole = math.prod(shape) * itemsize
-        yield Slab(position=position, offset=(0,) * len(shape), length=shape, start=0, nbytes=whole)
+        yield Slab(position=position, offset=(0,) * len(shape), length=shape, nbytes=whole)
         return
     # The first dimension of which one step fits; those before it are walked one by one.
     dim = next((d for d in range(len(shape)) if math.prod(shape[d + 1 :]) * itemsize <= limit), len(shape) - 1)
     step = math.prod(shape[dim + 1 :]) * itemsize
     many = max(1, limit // step)
-    start = 0
     for outer in range(math.prod(shape[:dim])):
         place = _place(outer, shape[:dim])
         for at in range(0, shape[dim], many):
@@ -66,19 +63,17 @@ def slabs(shape: Sequence[int], itemsize: int, limit: int, *, position: int = 0)
                 position=position,
                 offset=(*place, at, *(0,) * (len(shape) - dim - 1)),
                 length=(*(1,) * dim, count, *shape[dim + 1 :]),
-                start=start,
                 nbytes=count * step,
             )
-            start += count * step
 
 
-def windows(tensors: Iterable[tuple[Sequence[int], int]], limit: int) -> Iterator[list[Slab]]:
-    """Pack tensors, given as (shape, itemsize), into windows of at most `limit` bytes, in their order."""
+def windows(boxes: Iterable[tuple[Sequence[int], int]], limit: int) -> Iterator[list[Slab]]:
+    """Pack boxes, given as (shape, itemsize), into windows of at most `limit` bytes, in their order."""
     window: list[Slab] = []
     taken = 0
     # Rounded down, so that a full slab with its padding still fits.
     most = max(ALIGNMENT, limit // ALIGNMENT * ALIGNMENT)
-    for position, (shape, itemsize) in enumerate(tensors):
+    for position, (shape, itemsize) in enumerate(boxes):
         for slab in slabs(shape, itemsize, most, position=position):
             if window and taken + slab.room > most:
                 yield window

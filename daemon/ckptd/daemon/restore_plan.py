@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ckptd.daemon import keys, records
-from ckptd.daemon.any_mesh import Wanted, objects_of, offer
+from ckptd.daemon.any_mesh import Wanted, objects_of
 from ckptd.daemon.arena import Arena
 from ckptd.daemon.errors import CorruptError
 from ckptd.daemon.fetched import Fetched
@@ -23,7 +23,7 @@ from ckptd.daemon.keys import Timeline
 from ckptd.daemon.parallel import in_parallel
 from ckptd.daemon.reshard import Piece, StoredRows, chunks_of, ranges_by_rank
 from ckptd.daemon.slots import SlotFile
-from ckptd.protos.agent_pb2 import FetchedPart, StoredPart
+from ckptd.protos.agent_pb2 import FetchedPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection
 from ckptd.storage_backends.base import ObjectStore
@@ -48,11 +48,6 @@ class Stored:
     def rows(self) -> StoredRows:
         """What the ranks wrote, ready to be matched."""
         return StoredRows(self.sections)
-
-    @cached_property
-    def offer(self) -> list[StoredPart]:
-        """What a rank of another mesh hears."""
-        return list(offer(self.sections))
 
     def needed_ranks(self, ranks: Sequence[int]) -> set[int]:
         """Return the ranks whose streams hold what `ranks` stored; on another mesh all."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.daemon import restore_plan
+from ckptd.daemon import any_mesh, restore_plan
 from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob
@@ -105,7 +105,7 @@ class NodeRestore:
             self._superseded.discard(rank)
             stored = await self._within(asyncio.shield(attempt.loaded), timeout, session)
             attempt.told.add(rank)
-            return self._stored_parts(attempt, stored, rank)
+            return self._stored_parts(attempt, stored, rank, request.detail)
         ask = Ask(request=request, answer=asyncio.get_running_loop().create_future())
         self._asks[rank] = ask
         self._link.say(self._restore_message(rank, request))
@@ -250,7 +250,7 @@ class NodeRestore:
         for rank, ask in self._asks.items():
             if not ask.answer.done():
                 attempt.told.add(rank)
-                ask.answer.set_result(self._stored_parts(attempt, stored, rank))
+                ask.answer.set_result(self._stored_parts(attempt, stored, rank, ask.request.detail))
 
     async def _fetch(self, attempt: Attempt) -> None:
         """Plan, fetch and verify what all ranks of the node want."""
@@ -304,7 +304,9 @@ class NodeRestore:
 
     # ------------------------------------------------------------ small pieces
 
-    def _stored_parts(self, attempt: Attempt, stored: Stored, rank: int) -> list[StoredPart]:
+    def _stored_parts(
+        self, attempt: Attempt, stored: Stored, rank: int, detail: RestoreRequest.Detail.ValueType
+    ) -> list[StoredPart]:
         snapshot = self._held_snapshot(attempt)
         in_memory = snapshot is not None and stored.needed_ranks(sorted(self._link.ranks)) <= set(snapshot.slots)
         committed = attempt.chosen.committed
@@ -321,8 +323,11 @@ class NodeRestore:
             attempt=attempt.number,
             other_mesh=stored.other_mesh,
         )
+        if detail == RestoreRequest.NOTHING:
+            return [StoredPart(found=found)]
         if stored.other_mesh:
-            return [StoredPart(found=found), *stored.offer]
+            told = any_mesh.boxes if detail == RestoreRequest.BOXES else any_mesh.offer
+            return [StoredPart(found=found), *told(stored.sections)]
         section = stored.sections[rank]
         first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
         return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptd.client.errors import CkptdError, InvalidRequest
 from ckptd.client.loading import OpenStep, StoredTensor, TensorPiece
-from ckptd.client.windows import slabs
+from ckptd.client.staging import plain_bytes
 
 from . import torch_file
-from .safetensors_files import settle
+from .mapped_file import settle
 from .selection import Digests, Selection, pieces, refuse_dtypes
 from .sources import Source
 
@@ -93,16 +93,17 @@ class _Planner(DefaultSavePlanner):
         self.digests = Digests()
         self._opened, self._selection, self._progress = opened, selection, progress
         self._pieces = pieces(opened, selection)
-        self._piece: tuple[str, TensorPiece, memoryview] | None = None
+        self._piece: tuple[str, TensorPiece] | None = None
         self._given: torch.Tensor | None = None
 
     def create_local_plan(self) -> SavePlan:
         """Plan each piece, and behind it the same piece under every tied name."""
+        names = {one.name: owner for owner, one in self._selection.tensors.items()}
         self.plan = SavePlan(
             [
-                item
-                for owner, one in self._selection.tensors.items()
-                for item in _items(self.names[owner], one, self._opened.window_bytes)
+                _item(name, one, offset, length)
+                for one, offset, length in self._opened.cuts_of(names)
+                for name in self.names[names[one.name]]
             ]
         )
         return self.plan
@@ -112,18 +113,17 @@ class _Planner(DefaultSavePlanner):
         if self._given is not None:
             # The writer keeps every tensor until its file is done; their bytes are on their way to the disk.
             self._given.untyped_storage().resize_(0)
-        name, index = write_item.index.fqn, write_item.index
+        name, offset = write_item.index.fqn, tuple(write_item.index.offset or ())
         if self._piece is None or name not in self.names[self._piece[0]][1:]:
             self._piece = next(self._pieces, None)
-        if self._piece is None or name not in self.names[self._piece[0]]:
-            raise CkptdError(f"this version of torch asks for {name} out of turn", key=name)
-        _, piece, data = self._piece
-        if tuple(index.offset or piece.offset) != piece.offset:
-            raise CkptdError(f"this version of torch asks for {name} at {index.offset} out of turn", key=name)
+        if self._piece is None or name not in self.names[self._piece[0]] or offset != self._piece[1].offset:
+            raise CkptdError(f"this version of torch asks for {name} at {offset} out of turn", key=name)
+        owner, piece = self._piece
         # A storage of its own: torch.save writes whole storages.
         self._given = piece.data.clone(memory_format=torch.contiguous_format)
-        self.digests.take(name, _plain(data, piece.data.dtype))
-        if self._progress is not None and name == self._piece[0]:
+        data = plain_bytes(piece.data)
+        self.digests.take(name, offset, tuple(piece.data.shape), _plain(data, piece.data.dtype))
+        if self._progress is not None and name == owner:
             self._progress(len(data))
         return self._given
 
@@ -135,17 +135,15 @@ def _plain(data: memoryview, dtype: torch.dtype) -> memoryview:
     return (torch.frombuffer(data, dtype=torch.uint8) != 0).view(torch.uint8).numpy().data
 
 
-def _items(names: Sequence[str], one: StoredTensor, limit: int) -> Iterator[WriteItem]:
-    properties = TensorProperties(dtype=one.dtype)
-    size = torch.Size(one.shape)
-    for slab in slabs(one.shape, one.dtype.itemsize, limit):
-        chunk = ChunkStorageMetadata(offsets=torch.Size(slab.offset), sizes=torch.Size(slab.length))
-        for name in names:
-            yield WriteItem(
-                index=MetadataIndex(name, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
-            )
+def _item(name: str, one: StoredTensor, offset: tuple[int, ...], length: tuple[int, ...]) -> WriteItem:
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(length))
+    return WriteItem(
+        index=MetadataIndex(name, chunk.offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=chunk, properties=TensorProperties(dtype=one.dtype), size=torch.Size(one.shape)
+        ),
+    )
 
 
 class _Unpickler(pickle.Unpickler):

@@ -18,7 +18,9 @@ import torch
 
 from ckptd.client.errors import InvalidRequest
 from ckptd.client.loading import OpenStep, StoredTensor
+from ckptd.client.staging import plain_bytes
 
+from .mapped_file import MappedFile
 from .selection import Digests, Selection, pieces, refuse_dtypes
 from .sources import Source
 
@@ -85,20 +87,15 @@ def write(
         progress: Told of bytes written.
     """
     files = _files(selection, most)
-    for file in files:
-        file.reserve(folder)
     digests = Digests()
     place = {name: file for file in files for name in file.starts}
     with contextlib.ExitStack() as stack:
-        current: _File | None = None
-        for name, piece, data in pieces(opened, selection):
-            # Stored order is the order of the files too: one is open at a time.
-            if place[name] is not current:
-                stack.close()
-                current = place[name]
-                stack.enter_context(current.open(folder))
-            current.put(name, piece.start, data)
-            digests.take(name, data)
+        # All of them before the first tensor: what does not fit on the disk fails here.
+        maps = {file.name: stack.enter_context(file.made(folder)) for file in files}
+        for name, piece in pieces(opened, selection):
+            file, data = place[name], plain_bytes(piece.data)
+            maps[file.name].write(piece.tensor, len(file.head) + file.starts[name], piece.offset, piece.data)
+            digests.take(name, piece.offset, tuple(piece.data.shape), data)
             if progress is not None:
                 progress(len(data))
     if len(files) > 1:
@@ -124,45 +121,13 @@ class _File:
         text += b" " * (-len(text) % _ALIGN)
         self.head = len(text).to_bytes(8, "little") + text
         self.nbytes = len(self.head) + at
-        self._handle = -1
 
-    def reserve(self, folder: Path) -> None:
-        """Make the file with its header and its full length: what does not fit on the disk fails before the first tensor."""
-        handle = os.open(folder / self.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            os.posix_fallocate(handle, 0, self.nbytes)
-            put(handle, self.head, 0)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-    @contextlib.contextmanager
-    def open(self, folder: Path) -> Iterator[None]:
-        """Keep the file open for `put`, and bring it to the disk at the end."""
-        self._handle = os.open(folder / self.name, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            yield
-            settle(self._handle)
-        finally:
-            os.close(self._handle)
-
-    def put(self, name: str, start: int, data: memoryview) -> None:
-        """Write bytes of a tensor at their place."""
-        put(self._handle, data, len(self.head) + self.starts[name] + start)
-
-
-def put(handle: int, data: memoryview | bytes, at: int) -> None:
-    """Write all of it at an offset."""
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(handle, view, at)
-        view, at = view[done:], at + done
-
-
-def settle(handle: int) -> None:
-    """Bring a file to the disk, and let the page cache forget it."""
-    os.fsync(handle)
-    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    def made(self, folder: Path) -> MappedFile:
+        """Make the file with its header and its full length."""
+        path = folder / self.name
+        with path.open("xb") as file:
+            file.write(self.head)
+        return MappedFile(path, self.nbytes)
 
 
 def _files(selection: Selection, most: int) -> list[_File]:

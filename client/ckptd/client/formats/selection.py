@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from ckptd.client.errors import CkptdError, InvalidRequest
-from ckptd.client.loading import Names, OpenStep, StoredTensor, TensorPiece
+from ckptd.client.loading import Names, OpenStep, StoredTensor, TensorPiece, part_of
 from ckptd.client.staging import plain_bytes
 from ckptd.protos import error_pb2
 
@@ -122,14 +122,14 @@ class ReadBackError(CkptdError):
 
 
 class Digests:
-    """The xxh3-128 of tensors that are seen piece by piece, to compare them with what is read back."""
+    """The xxh3-128 of boxes that are written, to compare them with what is read back."""
 
     def __init__(self) -> None:
-        self._hashers: dict[str, xxhash.xxh3_128] = {}
+        self._taken: dict[str, list[tuple[tuple[int, ...], tuple[int, ...], bytes]]] = {}
 
-    def take(self, name: str, data: memoryview) -> None:
-        """Add the next bytes of a tensor, in C order."""
-        self._hashers.setdefault(name, xxhash.xxh3_128()).update(data)
+    def take(self, name: str, offset: tuple[int, ...], length: tuple[int, ...], data: memoryview) -> None:
+        """Note a box of a tensor; the boxes of a tensor hold each element once."""
+        self._taken.setdefault(name, []).append((offset, length, xxhash.xxh3_128_digest(data)))
 
     def compare(self, tensors: Iterable[tuple[str, torch.Tensor]], where: str) -> None:
         """Compare what was read back; every tensor must be there once.
@@ -137,16 +137,23 @@ class Digests:
         Raises:
             ReadBackError: names the first tensor that differs or is not there.
         """
-        left = {name: hasher.digest() for name, hasher in self._hashers.items()}
+        left = dict(self._taken)
         for name, tensor in tensors:
-            if left.pop(name, None) != xxhash.xxh3_128_digest(plain_bytes(tensor)):
+            boxes = left.pop(name, None)
+            if boxes is None or not all(_holds(tensor, *box) for box in boxes):
                 raise ReadBackError(f"{name} read back from {where} is not what was written", key=name)
         if left:
             raise ReadBackError(f"{next(iter(left))} was written and is not in {where}", key=next(iter(left)))
 
 
-def pieces(opened: OpenStep, selection: Selection) -> Iterator[tuple[str, TensorPiece, memoryview]]:
-    """Yield name, piece and its bytes of everything selected; one window is held at a time."""
+def _holds(tensor: torch.Tensor, offset: tuple[int, ...], length: tuple[int, ...], digest: bytes) -> bool:
+    if tensor.ndim != len(length) or any(a + b > c for a, b, c in zip(offset, length, tensor.shape, strict=True)):
+        return False
+    return xxhash.xxh3_128_digest(plain_bytes(part_of(tensor, offset, length))) == digest
+
+
+def pieces(opened: OpenStep, selection: Selection) -> Iterator[tuple[str, TensorPiece]]:
+    """Yield name and piece of everything selected; one window is held at a time."""
     names = {one.name: name for name, one in selection.tensors.items()}
-    for piece in opened.pieces_of(list(selection.tensors.values())):
-        yield names[piece.tensor.name], piece, plain_bytes(piece.data)
+    for piece in opened.pieces_of(names):
+        yield names[piece.tensor.name], piece

@@ -22,8 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptd.client.errors import InvalidRequest
 from ckptd.client.loading import OpenStep
+from ckptd.client.staging import plain_bytes
 
-from .safetensors_files import put, settle
+from .mapped_file import MappedFile, put, settle
 from .selection import Digests, ReadBackError, Selection, pieces, refuse_dtypes
 from .sources import Source
 
@@ -35,6 +36,7 @@ _NAMES = (
 )
 DTYPES = frozenset(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
 """What torch.save writes and torch.load(weights_only=True) reads. Integers below eight bits have no name there."""
+_READ_BYTES = 8 << 20
 _DESCRIPTOR = struct.pack("<I", 0x08074B50)
 _CENTRAL = struct.pack("<I", 0x02014B50)
 
@@ -56,17 +58,17 @@ def write(opened: OpenStep, selection: Selection, folder: Path, *, progress: Cal
                 f"torch.save kept {place[name].nbytes} bytes for {name}, which has {one.nbytes}", key=name
             )
     digests = Digests()
-    sums = dict.fromkeys(selection.tensors, 0)
-    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        for name, piece, data in pieces(opened, selection):
-            put(handle, data, place[name].at + piece.start)
-            sums[name] = zlib.crc32(data, sums[name])
-            digests.take(name, data)
+    with MappedFile(path, path.stat().st_size) as mapped:
+        for name, piece in pieces(opened, selection):
+            data = plain_bytes(piece.data)
+            mapped.write(piece.tensor, place[name].at, piece.offset, piece.data)
+            digests.take(name, piece.offset, tuple(piece.data.shape), data)
             if progress is not None:
                 progress(len(data))
-        for name, record in place.items():
-            record.set_crc(handle, sums[name])
+    handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        for record in place.values():
+            record.set_crc(handle)
         settle(handle)
     finally:
         os.close(handle)
@@ -101,13 +103,15 @@ class _Record:
     nbytes: int
     central: int
 
-    def set_crc(self, handle: int, value: int) -> None:
-        """Put the CRC where readers of zip files look for it."""
+    def set_crc(self, handle: int) -> None:
+        """Put the CRC of the bytes where readers of zip files look for it."""
+        value, end = 0, self.at + self.nbytes
+        for at in range(self.at, end, _READ_BYTES):
+            value = zlib.crc32(os.pread(handle, min(_READ_BYTES, end - at), at), value)
         crc = struct.pack("<I", value)
         put(handle, crc, self.central + 16)
-        behind = self.at + self.nbytes
-        if os.pread(handle, 4, behind) == _DESCRIPTOR:
-            put(handle, crc, behind + 4)
+        if os.pread(handle, 4, end) == _DESCRIPTOR:
+            put(handle, crc, end + 4)
 
 
 def _records(path: Path) -> dict[str, _Record]:
