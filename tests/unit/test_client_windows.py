@@ -10,7 +10,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.client.cli.export import size_of
+from ckptd.client.cli.arguments import root_url, size_of
 from ckptd.client.windows import ALIGNMENT, Slab, slabs, windows
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -74,3 +74,9 @@ def test_what_is_no_size_is_refused(text: str) -> None:
     """As wrong usage."""
     with pytest.raises(typer.BadParameter, match="size"):
         size_of(text)
+
+
+def test_a_plain_path_is_a_root() -> None:
+    """As for the other verbs; what it holds that URLs cannot is quoted."""
+    assert root_url("/data/run 1%") == "file:///data/run%201%25"
+    assert root_url("s3://bucket/x") == "s3://bucket/x"

@@ -17,7 +17,9 @@ from .errors import (
     Unavailable,
 )
 from .handles import SaveHandle
-from .loading import LoadedStep, OpenStep, StoredTensor, TensorPiece, load, open_step
+from .loaded_step import LoadedStep, StoredTensor, TensorPiece
+from .loading import load, open_step
+from .opened_step import OpenStep
 from .resharding import StoredPiece
 from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded

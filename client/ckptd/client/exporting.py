@@ -20,7 +20,8 @@ import torch
 from .errors import InvalidRequest
 from .formats import dcp_files, safetensors_files, torch_file
 from .formats.selection import Digests, Selection, select
-from .loading import Names, OpenStep
+from .loaded_step import Names
+from .opened_step import OpenStep
 
 Format: TypeAlias = Literal["safetensors", "dcp", "torch"]
 DEFAULT_SHARD_BYTES = 5 * 10**9

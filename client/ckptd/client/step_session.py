@@ -1,7 +1,7 @@
 """A session that reads one stored step, in rounds of bounded size, with an agent of its own.
 
 Owns: the agent, the session, and one round: Restore, Want, copy, RestoreDone. Does not own: which rows a round asks for
-(`loading`). Invariant: the run is read-only, so nothing is claimed or written; all rounds read the same step of the same
+(`opened_step`). Invariant: the run is read-only, so nothing is claimed or written; all rounds read the same step of the same
 timeline; bytes reach a target only after the agent has verified them.
 """
 

@@ -1,6 +1,6 @@
 """What a step holds, as a reader hears it: tensors as the boxes that were written, in the order they are stored.
 
-Owns: joining the parts of the answer. Does not own: asking (`step_session`), or names that a caller gives (`loading`).
+Owns: joining the parts of the answer. Does not own: asking (`step_session`), or names that a caller gives (`opened_step`).
 Invariant: each box stands here once, under the rank whose stream holds it; boxes of a rank come in the order of its stream.
 """
 

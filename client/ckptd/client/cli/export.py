@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json as json_text
-import re
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import typer
 
-from ckptd.client.exporting import DEFAULT_SHARD_BYTES, Format, check_out, export
-from ckptd.client.loading import WINDOW_BYTES, open_step
+from ckptd.client.exporting import check_out, export
+from ckptd.client.loaded_step import WINDOW_BYTES
+from ckptd.client.loading import open_step
 
+from .arguments import checked_format, root_url, size_of
 from .progress import bytes_bar
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def export_verb(
@@ -45,7 +43,7 @@ def export_verb(
     most = size_of(max_shard_size)
     renamed = {**dict.fromkeys(strip or (), ""), **dict(_pair(text) for text in rename or ())}
     check_out(out)
-    with open_step(root, step, window_bytes=window_mib << 20) as opened:
+    with open_step(root_url(root), step, window_bytes=window_mib << 20) as opened:
         done = export(
             opened,
             out,
@@ -77,35 +75,6 @@ def export_verb(
         f"step {opened.step} of {opened.timeline}: {done.tensors} tensors, {done.nbytes} bytes in {len(done.files)} files "
         f"in {out}, {checked}"
     )
-
-
-def checked_format(text: str) -> Format:
-    """Return the format of this name.
-
-    Raises:
-        BadParameter: there is none.
-    """
-    for known in get_args(Format):
-        if known == text:
-            found: Format = known
-            return found
-    raise typer.BadParameter(f"format {text!r}: {', '.join(get_args(Format))}")
-
-
-def size_of(text: str) -> int:
-    """Return bytes of a text such as "5GB" (10^9) or "2GiB" (2^30).
-
-    Raises:
-        BadParameter: it is no such text.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"size {text!r}: write {DEFAULT_SHARD_BYTES // 10**9}GB, 500MB or 2GiB")
-    number, unit, binary = match.groups()
-    found = int(float(number) * (1024 if binary else 1000) ** _POWER[unit.upper()])
-    if found < 1:
-        raise typer.BadParameter(f"size {text!r} is nothing")
-    return found
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from ckptd.client.formats.sources import Source
 from ckptd.client.importing import import_step
 from ckptd.client.selecting import Choice
 
-from .export import checked_format
+from .arguments import checked_format, root_url
 
 _SHOWN = 5
 
@@ -40,7 +40,7 @@ def import_verb(
     one. Exits with 2 when SRC cannot be read or holds what is no tensor, 6 while a run of the job is alive.
     """
     chosen = checked_format(format_name)
-    config = resolve(None, {"root": root, "job": job, "read_only": False, "takeover": False})
+    config = resolve(None, {"root": root_url(root), "job": job, "read_only": False, "takeover": False})
     choice = Choice(only=tuple(only) if only else None)
     found = _read(source, chosen, choice)
     names = [name for name in (*found.tensors, *found.ties, *found.others) if choice.takes(name)]

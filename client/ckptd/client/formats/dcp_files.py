@@ -29,7 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptd.client.errors import CkptdError, InvalidRequest
-from ckptd.client.loading import OpenStep, StoredTensor, TensorPiece
+from ckptd.client.loaded_step import StoredTensor, TensorPiece
+from ckptd.client.opened_step import OpenStep
 from ckptd.client.staging import plain_bytes
 
 from . import torch_file

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from ckptd.client.copying import Copier
-from ckptd.client.loading import StoredTensor, part_of
+from ckptd.client.loaded_step import StoredTensor, part_of
 
 _DROP_BYTES = 64 << 20
 """After so many bytes the pages written so far leave this process; the kernel writes them out."""

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ckptd.client.errors import InvalidRequest
-from ckptd.client.loading import OpenStep, StoredTensor
+from ckptd.client.loaded_step import StoredTensor
+from ckptd.client.opened_step import OpenStep
 from ckptd.client.staging import plain_bytes
 
 from .mapped_file import MappedFile

@@ -13,7 +13,8 @@ import torch
 import xxhash
 
 from ckptd.client.errors import CkptdError, InvalidRequest
-from ckptd.client.loading import Names, OpenStep, StoredTensor, TensorPiece, part_of
+from ckptd.client.loaded_step import Names, StoredTensor, TensorPiece, part_of
+from ckptd.client.opened_step import OpenStep
 from ckptd.client.staging import plain_bytes
 from ckptd.protos import error_pb2
 

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptd.client.errors import InvalidRequest
-from ckptd.client.loading import OpenStep
+from ckptd.client.opened_step import OpenStep
 from ckptd.client.staging import plain_bytes
 
 from .mapped_file import MappedFile, put, settle
