@@ -246,20 +246,29 @@ import sys
 from ckptd.client import private_agent, open_step
 private_agent.ORPHANED_S = 1
 with open_step(sys.argv[1]) as step:
-    print(step._session._agent.pid, flush=True)
+    print(step._session._agent.pid, step._session._agent.memory, flush=True)
     sys.stdin.read()
 """
 
 
-def test_the_agent_of_a_reader_that_is_killed_ends_by_itself(two_rank_root: TwoRankRoot) -> None:
-    """After the time an orphan gets; the reader closes nothing."""
+def test_the_agent_of_a_reader_that_is_killed_ends_by_itself(
+    two_rank_root: TwoRankRoot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the time an orphan gets; what it leaves is removed by the next one, which leaves living ones alone."""
     command = [sys.executable, "-c", ORPHAN, two_rank_root.url]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
-        agent = psutil.Process(int(reader.stdout.readline()))
+        pid, memory = reader.stdout.readline().split()
+        agent = psutil.Process(int(pid))
         assert agent.is_running()
+        monkeypatch.setattr(private_agent, "_STALE_S", -1.0)
+        PrivateAgent(room=1, deadline=time.monotonic() + 30).close()
+        assert agent.is_running()
+        assert Path(memory).is_dir()
         reader.send_signal(signal.SIGKILL)
         agent.wait(timeout=60)
+    PrivateAgent(room=1, deadline=time.monotonic() + 30).close()
+    assert not Path(memory).exists()
 
 
 def test_an_agent_that_does_not_come_up_is_said_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,14 +2,16 @@
 
 Owns: its process and its folders, socket, identity and shared memory among them. Does not own: the node's agent
 (`embedded`), which serves jobs and outlives them. Invariant: whatever ends the owner, the agent ends: on `close`, at
-the interpreter's end, and by itself when its owner was killed.
+the interpreter's end, and by itself when its owner was killed. What killed ones leave, the next one removes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,11 @@ _POLL_S = 0.02
 _LOG_TAIL_BYTES = 2000
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - folders below it are made with random names and mode 0700
 _SOCKET = "agent.sock"
+_PREFIX = "ckptd-private-"
+_MEMORY = "memory"
+"""File that says where an agent's shared memory is."""
+_STALE_S = 60.0
+"""Folders older than so many seconds, without a running agent, are what a killed one has left."""
 
 
 class PrivateAgent:
@@ -48,9 +55,11 @@ class PrivateAgent:
     """
 
     def __init__(self, *, room: int, deadline: float) -> None:
+        _sweep()
         folder = _short_folder()
         self.socket = folder / "run" / _SOCKET
-        self.memory = Path(tempfile.mkdtemp(prefix="ckptd-private-", dir=_roomy(room)))
+        self.memory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=_roomy(room)))
+        (folder / _MEMORY).write_text(os.fspath(self.memory))
         process = _spawn(folder, self.memory)
         self.pid = process.pid
         self._end = weakref.finalize(self, _ended, os.getpid(), process, folder, self.memory)
@@ -78,11 +87,33 @@ class PrivateAgent:
 
 
 def _short_folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="ckptd-"))
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
     if len(os.fsencode(folder / "run" / _SOCKET)) > MAX_SOCKET_PATH_BYTES:
         folder.rmdir()
-        folder = Path(tempfile.mkdtemp(prefix="ckptd-", dir="/tmp"))
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir="/tmp"))
     return folder
+
+
+def _sweep() -> None:
+    """Remove what this user's agents have left that were killed together with their owners."""
+    for folder in {*Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"), *Path("/tmp").glob(f"{_PREFIX}*")}:  # noqa: S108
+        with contextlib.suppress(OSError):
+            about = folder.lstat()
+            if (
+                about.st_uid != os.getuid()
+                or not stat.S_ISDIR(about.st_mode)
+                or time.time() - about.st_mtime < _STALE_S
+            ):
+                continue
+            handle = os.open(folder / "run" / "agent.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an agent that runs holds it
+                memory = Path((folder / _MEMORY).read_text())
+                if memory.name.startswith(_PREFIX):
+                    shutil.rmtree(memory, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def _roomy(room: int) -> str:
