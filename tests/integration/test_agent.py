@@ -268,3 +268,33 @@ def test_the_coordinators_agent_dies_around_a_decision_and_the_job_goes_on(
     again.detach()
     log = sorted(path.name for path in (tmp_path / "root" / "log").iterdir())
     assert sum(name.endswith(".000000000002.json") for name in log) == (1 if point == "after" else 0), log
+
+
+def test_a_run_that_only_reads_writes_nothing_and_the_next_one_tries_the_store(agents: Agents, tmp_path: Path) -> None:
+    """The probe writes, so it waits for the first run that does: then a root that cannot be written is said at once."""
+    root = tmp_path / "root"
+    job = Job(f"file://{root}", [agents.new()], 1)
+    job.save(1)
+    job.wait(1)
+    job.detach()
+    before = {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]}
+    node = agents.new()
+    for name in ("job", ""):
+        reader = Job(f"file://{root}", [node], 1, job=name, read_only=True)
+        reader.check(reader.restored(), 1)
+        reader.detach()
+    assert {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]} == before
+    with pytest.raises(grpc.RpcError) as refused:
+        Job(f"file://{root}", [node], 1, job="")
+    assert error_of(refused.value).reason == error_pb2.REASON_INVALID_ARGUMENT
+
+    (root / "probe").touch()  # no key below it can be put
+    with pytest.raises(grpc.RpcError) as refused:
+        Job(f"file://{root}", [node], 1)
+    assert "probe/" in error_of(refused.value).message
+    (root / "probe").unlink()
+    again = Job(f"file://{root}", [node], 1)
+    again.check(again.restored(), 1)
+    again.save(2)
+    again.wait(2)
+    again.detach()

@@ -6,6 +6,7 @@ or name some, separated by blanks (CKPTD_TEST_GRID="1,1,1,1 1,1,2,1").
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -16,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fixtures.agents import AgentProcess, running_agents
+
+from ckptd.client import load
 
 pytestmark = [pytest.mark.integration, pytest.mark.mesh, pytest.mark.timeout(3600)]
 
@@ -112,3 +116,22 @@ def test_training_goes_on_alike_on_another_mesh(grid: Grid) -> None:
 def test_two_restores_give_equal_streams(grid: Grid) -> None:
     """The generators of a new mesh are seeded by a rule, not by chance."""
     assert all(grid.told(target, f"from.{source}")["same_streams"] for source, target in PAIRS)
+
+
+def test_one_process_without_the_job_loads_the_same_from_every_mesh(grid: Grid) -> None:
+    """No rank, no group: parameters, buffers and optimizer state, each whole, by the SHA-256s of the ranks that saved."""
+    for mesh in MESHES:
+        saved = grid.told(mesh, "saved")["digests"]
+        found = load(f"file://{grid.folder / 'root' / mesh}")
+        digests = {name.replace("optimizer/state/", "optim/"): sha_of(tensor) for name, tensor in found.items()}
+        assert digests == {name: digest for name, digest in saved.items() if name.startswith(("model/", "optim/"))}, (
+            mesh
+        )
+        sizes = dict(zip(("pp", "dp_replicate", "dp_shard", "tp"), map(int, mesh.split(",")), strict=True))
+        assert dict(found.mesh) == (sizes if max(sizes.values()) > 1 else {"world": 1})
+
+
+def sha_of(tensor: torch.Tensor) -> str:
+    """Return a digest as the ranks make it."""
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode() + data).hexdigest()

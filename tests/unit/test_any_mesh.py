@@ -20,10 +20,12 @@ from ckptd.client.resharding import Gathered
 from ckptd.client.restored import Question
 from ckptd.client.selecting import ChosenTargets, choice
 from ckptd.client.stored import Elsewhere, Stored
+from ckptd.client.stored_boxes import StoredBoxes
 from ckptd.client.targets import ObjectKey, Targets, Wanted
 from ckptd.client.values import encode
 from ckptd.client.wish_terms import terms_of, unused_by_all
 from ckptd.daemon.any_mesh import Wanted as WantedByRank
+from ckptd.daemon.any_mesh import boxes as boxes_told
 from ckptd.daemon.any_mesh import objects_of, offer
 from ckptd.daemon.chunks import stream_layout
 from ckptd.daemon.errors import DaemonError
@@ -131,6 +133,34 @@ def test_the_offer_holds_each_global_tensor_once_and_whole() -> None:
     ]
     assert rows[0].nbytes == 16
     assert ranks == [(0, [0], ["loader"]), (1, [1], ["loader"])]
+
+
+def test_a_reader_hears_each_box_once_with_its_place() -> None:
+    """Under the rank that wrote it: a replica that another rank wrote is not told, ties and objects are."""
+    sections = two_ranks()
+    rows = [*shard_table.iter_rows(sections[1].shards), row("same", (3,))]
+    sections[1].shards.CopyFrom(shard_table.build(rows))
+    sections[1].writer.append(0)
+    sections[1].stream_offset.append(0)
+    rows = [*shard_table.iter_rows(sections[0].shards), row("same", (3,))]
+    sections[0].shards.CopyFrom(shard_table.build(rows))
+    sections[0].writer.append(0)
+    sections[0].stream_offset.append(192)
+    sections[1].aliases.alias.append("tied")
+    sections[1].aliases.target.append("w")
+    told = StoredBoxes()
+    for answer in boxes_told(sections):
+        told.take(answer)
+    told.finish()
+    assert [(box.row.name, box.row.offset, box.rank, box.offset, box.owner) for box in told.boxes] == [
+        ("w", (0,), 0, 0, None),
+        ("loader/own", (0,), 0, 64, 0),
+        ("same", (0,), 0, 192, None),
+        ("w", (2,), 1, 0, None),
+        ("loader/own", (0,), 1, 64, 1),
+    ]
+    assert told.aliases == {"tied": "w"}
+    assert told.holders == {"loader": [0, 1]}
 
 
 def test_an_object_is_taken_from_the_rank_that_was_named() -> None:

@@ -17,6 +17,9 @@ from .errors import (
     Unavailable,
 )
 from .handles import SaveHandle
+from .loaded_step import LoadedStep, StoredTensor, TensorPiece
+from .loading import load, open_step
+from .opened_step import OpenStep
 from .reshard_hooks import StoredPiece
 from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded
@@ -32,6 +35,8 @@ __all__ = [
     "Fenced",
     "Finding",
     "InvalidRequest",
+    "LoadedStep",
+    "OpenStep",
     "OutcomeUnknown",
     "PerRank",
     "Restored",
@@ -40,6 +45,10 @@ __all__ = [
     "SnapshotCorrupt",
     "SnapshotNotFound",
     "StoredPiece",
+    "StoredTensor",
+    "TensorPiece",
     "Trackable",
     "Unavailable",
+    "load",
+    "open_step",
 ]

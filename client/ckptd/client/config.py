@@ -183,8 +183,10 @@ class Settings(TypedDict, total=False):
     client_event_log: Path | None
 
 
-def resolve(config: Config | None, arguments: dict[str, object]) -> Config:
+def resolve(config: Config | None, arguments: dict[str, object], *, any_job: bool = False) -> Config:
     """Return the settings: `arguments` over `config`, or over the environment where there is none.
+
+    With `any_job` the job's name may be empty: a reader takes whatever job the root holds.
 
     Raises:
         InvalidRequest: an unknown field, a value out of range, no root or no job; one error that names all of them.
@@ -211,7 +213,7 @@ def resolve(config: Config | None, arguments: dict[str, object]) -> Config:
             reason=error_pb2.REASON_INVALID_ROOT,
             hint='pass Checkpointer("s3://bucket/prefix", job=...) or set CKPTD_ROOT',
         )
-    if not made.job:
+    if not made.job and not any_job:
         raise InvalidRequest("no job name was given", hint="pass job= or set CKPTD_JOB")
     return made
 

@@ -81,10 +81,42 @@ def offer(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
             elif row.name not in whole:
                 whole[row.name] = _whole(row)
         aliases.update(zip(section.aliases.alias, section.aliases.target, strict=True))
-    first = StoredPart()
-    first.aliases.alias.extend(aliases)
-    first.aliases.target.extend(aliases.values())
-    yield first
+    yield _aliases_part(aliases)
+    yield from _objects_parts(sections)
+    owners = [0] * len(whole) + [rank for rank, _ in own]
+    at = 0
+    for rows in shard_table.split(shard_table.build([*whole.values(), *(row for _, row in own)])):
+        count = shard_table.row_count(rows)
+        yield StoredPart(rows=rows, row_ranks=owners[at : at + count])
+        at += count
+
+
+def boxes(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
+    """Yield the parts of the answer for a reader that takes boxes as they were written: each once, under its writer."""
+    aliases: dict[str, str] = {}
+    for _, section in sorted(sections.items()):
+        aliases.update(zip(section.aliases.alias, section.aliases.target, strict=True))
+    yield _aliases_part(aliases)
+    yield from _objects_parts(sections)
+    for rank, section in sorted(sections.items()):
+        columns = zip(shard_table.iter_rows(section.shards), section.writer, section.stream_offset, strict=True)
+        written = [(row, offset) for row, writer, offset in columns if writer == rank]
+        at = 0
+        for rows in shard_table.split(shard_table.build(row for row, _ in written)):
+            count = shard_table.row_count(rows)
+            offsets = [offset for _, offset in written[at : at + count]]
+            yield StoredPart(rows=rows, row_ranks=[rank] * count, row_offsets=offsets)
+            at += count
+
+
+def _aliases_part(aliases: Mapping[str, str]) -> StoredPart:
+    part = StoredPart()
+    part.aliases.alias.extend(aliases)
+    part.aliases.target.extend(aliases.values())
+    return part
+
+
+def _objects_parts(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
     for ranks in _batches(sorted(sections)):
         yield StoredPart(
             rank_objects=[
@@ -94,12 +126,6 @@ def offer(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
                 for rank in ranks
             ]
         )
-    owners = [0] * len(whole) + [rank for rank, _ in own]
-    at = 0
-    for rows in shard_table.split(shard_table.build([*whole.values(), *(row for _, row in own)])):
-        count = shard_table.row_count(rows)
-        yield StoredPart(rows=rows, row_ranks=owners[at : at + count])
-        at += count
 
 
 def _batches(ranks: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -29,6 +29,7 @@ from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import Committed
 
 if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
@@ -83,6 +84,8 @@ class NodeRestore:
         self._asks: dict[int, Ask] = {}
         self._attempt: Attempt | None = None
         self._superseded: set[int] = set()
+        self._kept: tuple[Committed, Stored] | None = None
+        """The last step's indexes, in a run that only reads: it may read one step in many rounds."""
         self._last_failure: tuple[int, Error] | None = None
         """The last attempt that failed on all ranks, for a rank whose Want comes after that was told."""
 
@@ -102,7 +105,7 @@ class NodeRestore:
             self._superseded.discard(rank)
             stored = await self._within(asyncio.shield(attempt.loaded), timeout, session)
             attempt.told.add(rank)
-            return self._stored_parts(attempt, stored, rank)
+            return self._stored_parts(attempt, stored, rank, request.detail)
         ask = Ask(request=request, answer=asyncio.get_running_loop().create_future())
         self._asks[rank] = ask
         self._link.say(self._restore_message(rank, request))
@@ -227,16 +230,21 @@ class NodeRestore:
         """Read what the step's indexes say of this node's ranks, and answer their Restore."""
         loop = asyncio.get_running_loop()
         about = self._link.about
+        chosen = attempt.chosen
         try:
-            stored = await loop.run_in_executor(
-                None,
-                restore_plan.load,
-                self._held.store,
-                attempt.chosen,
-                about.mesh,
-                about.world,
-                sorted(self._link.ranks),
-            )
+            stored = self._kept[1] if self._kept is not None and self._kept[0] == chosen.committed else None
+            if stored is None:
+                stored = await loop.run_in_executor(
+                    None,
+                    restore_plan.load,
+                    self._held.store,
+                    chosen,
+                    about.mesh,
+                    about.world,
+                    sorted(self._link.ranks),
+                )
+            if about.options.read_only:
+                self._kept = (chosen.committed, stored)
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
             self._failed(
                 attempt,
@@ -248,7 +256,7 @@ class NodeRestore:
         for rank, ask in self._asks.items():
             if not ask.answer.done():
                 attempt.told.add(rank)
-                ask.answer.set_result(self._stored_parts(attempt, stored, rank))
+                ask.answer.set_result(self._stored_parts(attempt, stored, rank, ask.request.detail))
 
     async def _fetch(self, attempt: Attempt) -> None:
         """Plan, fetch and verify what all ranks of the node want."""
@@ -309,7 +317,9 @@ class NodeRestore:
 
     # ------------------------------------------------------------ small pieces
 
-    def _stored_parts(self, attempt: Attempt, stored: Stored, rank: int) -> list[StoredPart]:
+    def _stored_parts(
+        self, attempt: Attempt, stored: Stored, rank: int, detail: RestoreRequest.Detail.ValueType
+    ) -> list[StoredPart]:
         snapshot = self._held_snapshot(attempt)
         in_memory = snapshot is not None and stored.needed_ranks(sorted(self._link.ranks)) <= set(snapshot.slots)
         committed = attempt.chosen.committed
@@ -326,8 +336,11 @@ class NodeRestore:
             attempt=attempt.number,
             other_mesh=stored.other_mesh,
         )
+        if detail == RestoreRequest.NOTHING:
+            return [StoredPart(found=found)]
         if stored.other_mesh:
-            return [StoredPart(found=found), *any_mesh.offer(stored.sections)]
+            told = any_mesh.boxes if detail == RestoreRequest.BOXES else any_mesh.offer
+            return [StoredPart(found=found), *told(stored.sections)]
         section = stored.sections[rank]
         first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
         return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]

@@ -144,7 +144,7 @@ class LeadRequest(google.protobuf.message.Message):
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
-    """The user's name of the job."""
+    """The user's name of the job. Empty, in a read-only run: whatever job the root holds."""
     run_id: builtins.str
     """Random, made by rank 0, shared by all ranks of the run."""
     world: builtins.int
@@ -282,7 +282,7 @@ class AttachRequest(google.protobuf.message.Message):
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
-    """The user's name of the job."""
+    """The user's name of the job; may be empty as in LeadRequest."""
     run_id: builtins.str
     """As rank 0 made it."""
     rank: builtins.int
@@ -788,11 +788,39 @@ class RestoreRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    class _Detail:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _DetailEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[RestoreRequest._Detail.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        ROWS: RestoreRequest._Detail.ValueType  # 0
+        """What the rank needs to restore, see StoredPart."""
+        BOXES: RestoreRequest._Detail.ValueType  # 1
+        """As of another mesh, but global tensors as the boxes that were written, see StoredPart.row_offsets: for a reader that
+        takes them in the order they are stored in, so that each chunk is read once.
+        """
+        NOTHING: RestoreRequest._Detail.ValueType  # 2
+        """Found alone: the rank knows the step."""
+
+    class Detail(_Detail, metaclass=_DetailEnumTypeWrapper):
+        """How much of the step the answer tells."""
+
+    ROWS: RestoreRequest.Detail.ValueType  # 0
+    """What the rank needs to restore, see StoredPart."""
+    BOXES: RestoreRequest.Detail.ValueType  # 1
+    """As of another mesh, but global tensors as the boxes that were written, see StoredPart.row_offsets: for a reader that
+    takes them in the order they are stored in, so that each chunk is read once.
+    """
+    NOTHING: RestoreRequest.Detail.ValueType  # 2
+    """Found alone: the rank knows the step."""
+
     SESSION_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     RAISE_ON_CORRUPT_FIELD_NUMBER: builtins.int
     TIMEOUT_S_FIELD_NUMBER: builtins.int
     ROLLBACK_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
     session: builtins.str
     """As Attach gave it."""
     step: builtins.int
@@ -803,6 +831,8 @@ class RestoreRequest(google.protobuf.message.Message):
     """Seconds the caller waits; the smaller of it and restore_timeout_s counts."""
     rollback: builtins.bool
     """The step asked for is older than the newest, and everything newer may be dropped from history."""
+    detail: global___RestoreRequest.Detail.ValueType
+    """See Detail. BOXES needs a mesh that did not save the step."""
     def __init__(
         self,
         *,
@@ -811,9 +841,10 @@ class RestoreRequest(google.protobuf.message.Message):
         raise_on_corrupt: builtins.bool = ...,
         timeout_s: builtins.float = ...,
         rollback: builtins.bool = ...,
+        detail: global___RestoreRequest.Detail.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_step", b"_step", "raise_on_corrupt", b"raise_on_corrupt", "rollback", b"rollback", "session", b"session", "step", b"step", "timeout_s", b"timeout_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "detail", b"detail", "raise_on_corrupt", b"raise_on_corrupt", "rollback", b"rollback", "session", b"session", "step", b"step", "timeout_s", b"timeout_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 global___RestoreRequest = RestoreRequest
@@ -957,6 +988,7 @@ class StoredPart(google.protobuf.message.Message):
     ALIASES_FIELD_NUMBER: builtins.int
     ROW_RANKS_FIELD_NUMBER: builtins.int
     RANK_OBJECTS_FIELD_NUMBER: builtins.int
+    ROW_OFFSETS_FIELD_NUMBER: builtins.int
     @property
     def found(self) -> global___StoredPart.Found:
         """Set in the first part only."""
@@ -975,11 +1007,17 @@ class StoredPart(google.protobuf.message.Message):
 
     @property
     def row_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Another mesh only, row of rows: the stored rank whose own it is; 0 and meaningless for scope GLOBAL."""
+        """Another mesh only, row of rows: the stored rank whose own it is; 0 and meaningless for scope GLOBAL.
+        Detail BOXES: for scope GLOBAL the rank that wrote the box.
+        """
 
     @property
     def rank_objects(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredPart.RankObjects]:
         """Another mesh only: every stored rank once, over all parts."""
+
+    @property
+    def row_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Detail BOXES only, row of rows: where the box begins in the stream of its rank, in bytes. Rows come rank by rank."""
 
     def __init__(
         self,
@@ -990,9 +1028,10 @@ class StoredPart(google.protobuf.message.Message):
         aliases: ckptd.protos.snapshot_pb2.AliasTable | None = ...,
         row_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         rank_objects: collections.abc.Iterable[global___StoredPart.RankObjects] | None = ...,
+        row_offsets: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "object_names", b"object_names", "rank_objects", b"rank_objects", "row_ranks", b"row_ranks", "rows", b"rows"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "object_names", b"object_names", "rank_objects", b"rank_objects", "row_offsets", b"row_offsets", "row_ranks", b"row_ranks", "rows", b"rows"]) -> None: ...
 
 global___StoredPart = StoredPart
 

@@ -122,7 +122,8 @@ def _job(state: State) -> Procedure:
             yield Put(key=keys.JOB, data=made, label="job")
         data = yield Get(key=keys.JOB)
     job = records.parse_job(data)
-    if job.job != state.lead.job:
+    # A run that only reads may take whatever job the root holds.
+    if job.job != state.lead.job and (state.lead.job or not state.lead.options.read_only):
         return make_error(
             error_pb2.REASON_JOB_MISMATCH,
             f"{state.lead.root} belongs to job {job.job!r}, not to {state.lead.job!r}",
