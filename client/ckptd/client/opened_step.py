@@ -19,7 +19,8 @@ from ckptd.protos.shard_table import ShardRow
 from .config import Config
 from .errors import InvalidRequest, SnapshotCorrupt
 from .loaded_step import LoadedStep, Names, StoredTensor, TensorPiece, part_of
-from .reshard_hooks import StoredPiece, decoded
+from .reshard_hooks import StoredPiece
+from .resharding import decoded
 from .selecting import Choice
 from .sharding import dtype_of
 from .step_session import PHASE, StepSession
