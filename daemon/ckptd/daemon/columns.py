@@ -31,10 +31,11 @@ class Columns:
 
     Attributes:
         names: Distinct names.
+        dtypes: Distinct dtypes.
         begins: Rank: its first row; one more entry for the end.
         rank: Row: position of its rank among the ranks, ascending.
         name: Row: position in names.
-        dtype: Row: number of its dtype.
+        dtype: Row: position in dtypes.
         ndim: Row: number of dimensions.
         scope: Row.
         nbytes: Row.
@@ -44,6 +45,7 @@ class Columns:
     """
 
     names: list[str]
+    dtypes: list[str]
     begins: Ints
     rank: Ints
     name: Ints
@@ -115,6 +117,7 @@ def columns_of(layouts: Mapping[int, ShardTable]) -> Columns | None:
         wide[column][at] = flat_ints[column]
     return Columns(
         names=list(names),
+        dtypes=list(dtypes),
         begins=np.concatenate([[0], np.cumsum(counts)]),
         rank=np.repeat(np.arange(len(counts)), counts),
         name=np.concatenate(name),

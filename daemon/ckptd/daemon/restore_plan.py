@@ -11,16 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ckptd.daemon import keys, records
 from ckptd.daemon.any_mesh import Wanted, objects_of
 from ckptd.daemon.arena import Arena
 from ckptd.daemon.errors import CorruptError
-from ckptd.daemon.fetched import Fetched
+from ckptd.daemon.fetched import Fetched, Needs
 from ckptd.daemon.fetcher import Fetcher
 from ckptd.daemon.index import chunk_refs, load_index
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.parallel import in_parallel
-from ckptd.daemon.reshard import Piece, StoredRows, chunks_of, ranges_by_rank
+from ckptd.daemon.pieces import Pieces
+from ckptd.daemon.reshard import StoredRows
 from ckptd.daemon.slots import SlotFile
 from ckptd.protos.agent_pb2 import FetchedPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
@@ -57,6 +60,8 @@ class NodePlan:
     answers: Mapping[int, list[FetchedPart]]
     files: frozenset[Path]
     bytes_by_tier: Mapping[str, int]
+    arena_bytes: int
+    window_bytes: int
 
     def parts(self, rank: int) -> list[FetchedPart]:
         """Return the answer to a rank's Want."""
@@ -140,57 +145,70 @@ def fetch(
         CorruptError, NoSpaceError, StorageError: as `Fetcher.fetch`.
     """
     rows = StoredRows(stored.sections)
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, Pieces] = {}
     objects: dict[int, list[tuple[int, int, int, int]]] = {}
-    ranges: dict[int, list[tuple[int, int]]] = {}
     for rank, wanted in wants.items():
         own = None if stored.other_mesh else rank
         pieces[rank] = rows.pieces(wanted.rows(), own, wanted.row_ranks)
         objects[rank] = objects_of(stored.sections, rank, wanted)
-        for source, found in ranges_by_rank(pieces[rank]).items():
-            ranges.setdefault(source, []).extend(found)
-        for _, source, offset, length in objects[rank]:
-            ranges.setdefault(source, []).append((offset, length))
-    needs = {rank: chunks_of(chunk_refs(stored.sections[rank]), found) for rank, found in ranges.items()}
+    all_objects = np.array([place[1:] for each in objects.values() for place in each], dtype=np.int64).reshape(-1, 3)
+    joined = Pieces.joined(list(pieces.values()))
+    sources = sorted({*joined.rank.tolist(), *all_objects[:, 0].tolist()})
+    needs = Needs(
+        refs={rank: chunk_refs(stored.sections[rank]) for rank in sources},
+        pieces=joined,
+        ranks=all_objects[:, 0],
+        offsets=all_objects[:, 1],
+        lengths=all_objects[:, 2],
+    )
     fetched = fetcher.fetch(needs, held, arena, deadline=deadline)
-    files: set[Path] = set()
-    answers = {rank: list(_answer(fetched, pieces[rank], objects[rank], files)) for rank in wants}
-    return NodePlan(answers=answers, files=frozenset(files), bytes_by_tier=dict(fetched.bytes_by_tier))
+    answers: dict[int, list[FetchedPart]] = {}
+    begin = 0
+    for rank, found in pieces.items():
+        answers[rank] = _answer(fetched, found, begin, objects[rank])
+        begin += len(found)
+    return NodePlan(
+        answers=answers,
+        files=frozenset(fetched.files),
+        bytes_by_tier=dict(fetched.bytes_by_tier),
+        arena_bytes=fetched.arena_bytes,
+        window_bytes=fetched.window_bytes,
+    )
 
 
 def _answer(
-    fetched: Fetched, pieces: Sequence[Piece], objects: Sequence[tuple[int, int, int, int]], files: set[Path]
+    fetched: Fetched, pieces: Pieces, first: int, objects: Sequence[tuple[int, int, int, int]]
 ) -> list[FetchedPart]:
+    """Return the parts of the answer to one rank, whose pieces are those from `first` on of the fetch."""
+    files = [str(path) for path in (*fetched.files, NOWHERE)]
     parts: list[FetchedPart] = []
     for begin in range(0, max(1, len(pieces)), PART_PIECES):
-        part = FetchedPart()
-        table: dict[Path, int] = {}
-        for piece in pieces[begin : begin + PART_PIECES]:
-            path, offset = _located(fetched, piece.rank, piece.stream_offset, piece.nbytes)
-            part.want_row.append(piece.want_row)
-            part.file.append(table.setdefault(path, len(table)))
-            part.file_offset.append(offset)
-            part.nbytes.append(piece.nbytes)
-            part.source_offset.extend(piece.source[0])
-            part.source_length.extend(piece.source[1])
+        which = slice(begin, begin + PART_PIECES)
+        there = slice(first + begin, first + min(begin + PART_PIECES, len(pieces)))
+        placed, ndim = fetched.placed, pieces.ndim[which]
+        part = FetchedPart(
+            files=files,
+            want_row=pieces.want_row[which].tolist(),
+            file=placed.file[there].tolist(),
+            file_offset=placed.at[there].tolist(),
+            nbytes=placed.nbytes[there].tolist(),
+        )
+        # A piece after the other, each with as many dimensions as it has.
+        has = np.arange(len(placed.low)) < ndim[:, None]
+        part.source_offset.extend(placed.low[:, there].T[has].tolist())
+        part.source_length.extend(placed.size[:, there].T[has].tolist())
         if begin == 0:
             for at, source, stream_offset, length in objects:
-                path, offset = _located(fetched, source, stream_offset, length)
+                path, offset = fetched.locate(source, stream_offset, length) if length else (NOWHERE, 0)
                 part.object.append(at)
-                part.object_file.append(table.setdefault(path, len(table)))
+                part.object_file.append(files.index(str(path)))
                 part.object_offset.append(offset)
                 part.object_bytes.append(length)
             for tier, nbytes in fetched.bytes_by_tier.items():
                 part.bytes_by_tier[tier] = nbytes
-        part.files.extend(str(path) for path in table)
-        files.update(path for path in table if path != NOWHERE)
         parts.append(part)
     return parts
 
 
 NOWHERE = Path("/dev/null")
 """The file of pieces without bytes: nothing is read from it."""
-
-
-def _located(fetched: Fetched, rank: int, offset: int, nbytes: int) -> tuple[Path, int]:
-    return fetched.locate(rank, offset, nbytes) if nbytes else (NOWHERE, 0)

@@ -281,6 +281,8 @@ class NodeRestore:
             node=self._node,
             bytes=sum(attempt.plan.bytes_by_tier.values()),
             bytes_by_tier=dict(attempt.plan.bytes_by_tier),
+            arena_bytes=attempt.plan.arena_bytes,
+            window_bytes=attempt.plan.window_bytes,
             seconds=round(time.monotonic() - begun, 6),
         )
         attempt.ready = True
