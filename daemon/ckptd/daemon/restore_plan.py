@@ -14,18 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from ckptd.daemon import keys, records
-from ckptd.daemon.any_mesh import Wanted, objects_of
+from ckptd.daemon.any_mesh import Wanted, objects_of, offer
 from ckptd.daemon.arena import Arena
 from ckptd.daemon.errors import CorruptError
 from ckptd.daemon.fetched import Fetched, Needs
 from ckptd.daemon.fetcher import Fetcher
-from ckptd.daemon.index import chunk_refs, load_index
+from ckptd.daemon.index import OpenIndex, chunk_refs, open_index
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.parallel import in_parallel
 from ckptd.daemon.pieces import Pieces
 from ckptd.daemon.reshard import StoredRows
 from ckptd.daemon.slots import SlotFile
-from ckptd.protos.agent_pb2 import FetchedPart
+from ckptd.protos.agent_pb2 import FetchedPart, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection
 from ckptd.storage_backends.base import ObjectStore
@@ -40,17 +40,18 @@ INDEX_READERS = 8
 class Stored:
     """The sections of a step that this node needs: its own ranks' and those of the ranks that wrote for them.
 
-    All of them where the step was saved on another mesh.
+    All of them where the step was saved on another mesh; `offered` is then what every rank hears of them.
     """
 
     sections: Mapping[int, RankSection]
     other_mesh: bool = False
+    offered: Sequence[StoredPart] = ()
 
     def needed_ranks(self, ranks: Sequence[int]) -> set[int]:
         """Return the ranks whose streams hold what `ranks` stored; on another mesh all."""
         if self.other_mesh:
             return set(self.sections)
-        return {writer for rank in ranks for writer in self.sections[rank].writer} | set(ranks)
+        return set(ranks).union(*(_writers(self.sections[rank]) for rank in ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,16 +83,22 @@ def load(
     """
     committed = chosen.committed
     nodes = _nodes_by_rank(store, chosen.step.timeline)
-    refs = {ref.node: ref for ref in committed.indexes}
-    sections: dict[int, RankSection] = {}
+    indexes = _Indexes(store, {ref.node: ref for ref in committed.indexes})
     if committed.world != world or committed.mesh != mesh:
         # Which boxes live here is not known yet, and any rank may hold a part of them.
-        _load_nodes(store, refs, set(nodes.values()), sections)
-        return Stored(sections=sections, other_mesh=True)
-    _load_nodes(store, refs, {nodes[rank] for rank in ranks}, sections)
-    writers = {writer for rank in ranks for writer in sections[rank].writer} - set(sections)
-    _load_nodes(store, refs, {nodes[rank] for rank in writers}, sections)
+        indexes.read(set(nodes.values()))
+        sections = {rank: indexes.section(nodes[rank], rank) for rank in sorted(nodes)}
+        return Stored(sections=sections, other_mesh=True, offered=list(offer(sections)))
+    indexes.read({nodes[rank] for rank in ranks})
+    sections = {rank: indexes.section(nodes[rank], rank) for rank in ranks}
+    writers = set().union(*(_writers(section) for section in sections.values())) - set(sections)
+    indexes.read({nodes[rank] for rank in writers})
+    sections |= {rank: indexes.section(nodes[rank], rank) for rank in sorted(writers)}
     return Stored(sections=sections)
+
+
+def _writers(section: RankSection) -> set[int]:
+    return set(np.unique(np.asarray(section.writer, dtype=np.int64)).tolist())
 
 
 def _nodes_by_rank(store: ObjectStore, timeline: str) -> dict[int, str]:
@@ -103,19 +110,30 @@ def _nodes_by_rank(store: ObjectStore, timeline: str) -> dict[int, str]:
     return {rank: node.node for node in claim.nodes for rank in node.ranks}
 
 
-def _load_nodes(
-    store: ObjectStore, refs: Mapping[str, IndexRef], nodes: set[str], sections: dict[int, RankSection]
-) -> None:
-    def read(node: str) -> dict[int, RankSection]:
+class _Indexes:
+    """Indexes of nodes, each read once, whole: only its own digest proves the header that the sections are found by."""
+
+    def __init__(self, store: ObjectStore, refs: Mapping[str, IndexRef]) -> None:
+        self._store = store
+        self._refs = refs
+        self._read: dict[str, OpenIndex] = {}
+
+    def read(self, nodes: set[str]) -> None:
+        """Read the indexes of nodes that were not read yet, several at once."""
+        missing = sorted(nodes - set(self._read))
+        found = in_parallel(self._open, missing, workers=min(len(missing), INDEX_READERS))
+        self._read.update(zip(missing, found, strict=True))
+
+    def section(self, node: str, rank: int) -> RankSection:
+        """Return a rank's section of an index that was read; no other is decoded."""
+        return self._read[node].section(rank)
+
+    def _open(self, node: str) -> OpenIndex:
         try:
-            blob: bytes | None = store.get(refs[node].key)
+            blob: bytes | None = self._store.get(self._refs[node].key)
         except NotFound:
             blob = None
-        _, _, found = load_index(refs[node], blob)
-        return found
-
-    for found in in_parallel(read, sorted(nodes), workers=min(len(nodes), INDEX_READERS)):
-        sections.update(found)
+        return open_index(self._refs[node], blob)
 
 
 # ---------------------------------------------------------------- fetch

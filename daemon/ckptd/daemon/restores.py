@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.daemon import any_mesh, restore_plan
+from ckptd.daemon import restore_plan
 from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob
@@ -316,7 +316,7 @@ class NodeRestore:
             other_mesh=stored.other_mesh,
         )
         if stored.other_mesh:
-            return [StoredPart(found=found), *any_mesh.offer(stored.sections)]
+            return [StoredPart(found=found), *stored.offered]
         section = stored.sections[rank]
         first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
         return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]
