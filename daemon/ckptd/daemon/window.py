@@ -78,7 +78,7 @@ class _Memory:
 
     def __init__(self, nbytes: int) -> None:
         self.pages = mmap.mmap(-1, page_rounded(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # large pages are fewer first touches
+        with suppress(OSError, AttributeError):  # not on every kernel or build; large pages are fewer first touches
             self.pages.madvise(mmap.MADV_HUGEPAGE)
         self._taken: dict[int, int] = {}
         self.peak = 0
