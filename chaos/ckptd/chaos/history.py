@@ -5,7 +5,7 @@ Owns: the value of an event, the reading of event logs and of the script's outpu
 "script N" (its output) and "harness" (what we did ourselves).
 
 Events of the harness: launched, exited, fault, agent_died, agent_started, node_replaced, woken, deadline.
-Events of the script: step (step, loss), restored (step, tier).
+Events of the script: step (step, loss, and lr if it is printed), restored (step, tier).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # `12:`-like prefixes come from launchers that mark each line with its rank.
-_STEP = re.compile(r"(?:^|\s)step (\d+) loss (\S+)\s*$")
+_STEP = re.compile(r"(?:^|\s)step (\d+) loss (\S+)(?: lr (\S+))?\s*$")
 _RESTORED = re.compile(r"(?:^|\s)restored step=(\d+) tier=(\w+)")
 
 
@@ -92,6 +92,29 @@ class History:
         """Return the newest such event by time, None if there is none."""
         return max(self.of(*kinds, source=source, before=before), key=lambda event: event.t, default=None)
 
+    def to_lines(self) -> str:
+        """Return the events as JSON lines, in order; `from_lines` reads them."""
+        return "".join(
+            json.dumps({"t": event.t, "source": event.source, "kind": event.kind, "fields": dict(event.fields)}) + "\n"
+            for event in self._events
+        )
+
+    @classmethod
+    def from_lines(cls, text: str) -> History:
+        """Return the history that `to_lines` wrote.
+
+        Raises:
+            ValueError: Names the line that cannot be read.
+        """
+        history = cls()
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                told = json.loads(line)
+                history.add(Event(**{**told, "fields": dict(told["fields"])}))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"line {number} is no event: {error!r}") from None
+        return history
+
 
 def step_in_flight(history: History, t: float) -> int | None:
     """Return the oldest step that was begun and neither decided nor given up at time `t`; None if none."""
@@ -112,7 +135,8 @@ def parse_event(line: str, source: str) -> Event | None:
 def parse_output(line: str, source: str, t: float) -> Event | None:
     """Return the event that a line of the script's output tells; None for any other line."""
     if found := _STEP.search(line):
-        return Event(t=t, source=source, kind="step", fields={"step": int(found[1]), "loss": found[2]})
+        rate = {} if found[3] is None else {"lr": found[3]}
+        return Event(t=t, source=source, kind="step", fields={"step": int(found[1]), "loss": found[2], **rate})
     if found := _RESTORED.search(line):
         return Event(t=t, source=source, kind="restored", fields={"step": int(found[1]), "tier": found[2]})
     return None

@@ -23,6 +23,7 @@ from ckptd.chaos.cluster.process import Leashed
 AGENT_COMMAND = (sys.executable, "-m", "ckptd.daemon.cli", "agent")
 # An agent ends uploads that run; its own bound for that is 30 s.
 _GRACE = timedelta(seconds=40)
+_KEPT = (".slot", ".arena", ".pb")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,6 +187,13 @@ class Node:
                 if path.is_file():
                     files[str(path.relative_to(self.place.shm_dir))] = path.stat().st_size
         return files
+
+    def left_files(self) -> tuple[str, ...]:
+        """Return what an agent that has ended in order should not have left: sockets, and strange files in shared memory."""
+        sockets = [path for path in self.place.run_dir.rglob("*") if path.is_socket()]
+        # Slots, arenas, and what was said of them (plans, snapshots) outlive the agent on purpose: the next takes them over.
+        strange = [path for path in self.place.shm_dir.rglob("*") if path.suffix not in _KEPT and path.is_file()]
+        return tuple(sorted(str(path) for path in [*sockets, *strange]))
 
 
 def _rank_of(pid: int) -> int | None:
