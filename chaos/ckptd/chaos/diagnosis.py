@@ -10,13 +10,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptd.chaos.checkers.divergence import wrong_names
+from ckptd.chaos.checkers.divergence import classify, wrong_names
 from ckptd.chaos.evidence import DigestList, Evidence
 from ckptd.chaos.history import History
 from ckptd.chaos.launches import Told, told_by_launch
+from ckptd.chaos.verdict import FailureClass
 
 _SHOWN = 20
 _PARTS: Mapping[str, frozenset[str]] = {
+    "model": frozenset({"model", "module", "net", "weight", "bias", "layers"}),
     "generator": frozenset({"rng", "rngs", "generator", "generators", "random", "seed"}),
     "loader": frozenset({"loader", "dataloader", "dataset", "data", "sampler", "position", "iterator", "epoch"}),
     "scheduler": frozenset({"scheduler", "sched", "lr", "schedule"}),
@@ -87,6 +89,9 @@ def diagnose(undisturbed: Evidence, hurt: Evidence, history: History, *, repeate
         at = step if entry is None else entry.step
         assert at is not None
         names = [] if entry is None else wrong_names(right[entry.step, entry.rank], entry)
+        failure, instead = FailureClass.SILENT_DIVERGENCE, ""
+        if entry is not None:
+            failure, instead = classify(entry, undisturbed.digests, hurt.digests)
         cause, advice = _advice(
             told,
             entry=entry,
@@ -94,6 +99,8 @@ def diagnose(undisturbed: Evidence, hurt: Evidence, history: History, *, repeate
             wrong_loss=step,
             undisturbed=undisturbed,
             right=right,
+            failure=failure,
+            instead=instead,
             repeated=repeated,
         )
         return Diagnosis(
@@ -148,6 +155,8 @@ def _advice(
     wrong_loss: int | None,
     undisturbed: Evidence,
     right: Mapping[tuple[int, int], DigestList],
+    failure: FailureClass,
+    instead: str,
     repeated: bool,
 ) -> tuple[str, str]:
     """Walk through the decision table, first match first; return cause and advice."""
@@ -162,6 +171,10 @@ def _advice(
         return "script", (
             "nothing had been restored: the script may not be deterministic; --twice compares two undisturbed runs"
         )
+    if state == "different" and failure is FailureClass.STALE_CONTENT:
+        return "old content", f"{instead}: nothing untracked, but an older step's bytes came back"
+    if state == "different" and failure is FailureClass.WRONG_REPLICA:
+        return "one rank's copy", f"{instead}: only what this rank got, or made of it, is wrong"
     if state == "different":
         return " and ".join(parts), "; ".join(_NOT_RESTORED[part] for part in parts)
     unsure = "" if state == "equal" else "; a list right after the restore would tell a wrong restore from this"

@@ -169,14 +169,18 @@ def _fault(mark: Mark, bottom: float, scale: Scale) -> Markup:
 
 
 def _axis(height: float, scale: Scale) -> Markup:
-    parts, texts = [_HATCH], []
-    for left, right, seconds in scale.pauses():
+    parts: list[Markup] = [_HATCH]
+    texts: list[tuple[float, str, str]] = []
+    # The longest first: where two labels would overlap, it is the one that is told.
+    for left, right, seconds in sorted(scale.pauses(), key=lambda pause: -pause[2]):
         title = tag("title", f"nothing happened for {seconds:.1f} s: squeezed")
         width = f"{right - left:.3f}%"
         parts.append(
             tag("rect", title, x=f"{left:.3f}%", y=_TOP, width=width, height=height - _TOP - _AXIS, class_="pause")
         )
-        texts.append(((left + right) / 2, f"+{seconds:.0f} s" if seconds >= 1 else f"+{seconds:.1f} s", "pause"))
+        words = f"+{seconds:.0f} s" if seconds >= 1 else f"+{seconds:.1f} s"
+        if all(abs((left + right) / 2 - at) >= _APART_TEXTS for at, _, _ in texts):
+            texts.append(((left + right) / 2, words, "pause"))
     for tick in scale.ticks():
         place = f"{tick.at:.3f}%"
         parts.append(tag("line", x1=place, x2=place, y1=_TOP, y2=height - _AXIS + 4))

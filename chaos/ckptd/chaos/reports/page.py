@@ -101,14 +101,15 @@ def _hero(report: Report) -> Markup:
         "section",
         tag("div", report.verdict, class_=f"verdict {report.verdict}"),
         tag("h1", report.scenario, ": ", report.title),
-        tag("p", _headline(report), class_="say"),
+        tag("p", headline(report), class_="say"),
         tag("p", _where(report), class_="where"),
         tag("p", " · ".join(filter(None, (size, when))), class_="where"),
         class_=f"card hero {report.verdict}",
     )
 
 
-def _headline(report: Report) -> Markup:
+def headline(report: Report) -> Markup:
+    """Return what broke and where, the class first; for a pass, what was hurt."""
     first = worst(report.findings)
     if first is None:
         return text(report.headline())
@@ -236,19 +237,20 @@ def _checks(report: Report) -> Markup:
     rows = [
         tag(
             "tr",
-            tag("td", chip(finding.verdict, finding.verdict)),
-            tag("td", tag("code", finding.check)),
-            tag("td", finding.failure or "", data_label="class" if finding.failure else None),
-            tag("td", finding.text, class_="say"),
+            tag("td", chip(finding.verdict, finding.verdict), class_="inline"),
+            tag("td", tag("code", finding.check), class_="inline"),
+            tag("td", *((chip(finding.failure, "fail"), " ") if finding.failure else ()), finding.text, class_="say"),
         )
         for finding in sorted(report.findings, key=lambda finding: finding.verdict is Verdict.PASS)
     ]
-    return tag("section", tag("h2", "Checks"), table(("", "check", "class", ""), rows), class_="card", id="checks")
+    return tag("section", tag("h2", "Checks"), table(("", "check", "what was found"), rows), class_="card", id="checks")
 
 
 def table(heads: Sequence[str], rows: Sequence[Markup]) -> Markup:
-    """Return a table that becomes a list on narrow screens."""
-    head = tag("thead", tag("tr", *(tag("th", head) for head in heads)))
+    """Return a table that becomes a list on narrow screens; a head that ends in "#" stands over numbers."""
+    told = (head.removesuffix("#") for head in heads)
+    kinds = ("num" if head.endswith("#") else None for head in heads)
+    head = tag("thead", tag("tr", *(tag("th", name, class_=kind) for name, kind in zip(told, kinds, strict=True))))
     return tag("div", tag("table", head, tag("tbody", *rows), class_="stack"), class_="wide")
 
 
@@ -272,7 +274,7 @@ def _faults(told: Sequence[Account]) -> Markup:
         )
         for number, a in enumerate(told, start=1)
     ]
-    heads = ("", "fault", "when", "then", "steps trained again", "training again after")
+    heads = ("", "fault", "when", "then", "steps trained again#", "training again after#")
     return tag("section", tag("h2", "Faults"), table(heads, rows), class_="card", id="faults")
 
 
@@ -299,7 +301,7 @@ def _figures(figures: Sequence[Figure]) -> Markup:
         )
         for figure in shown
     ]
-    heads = ("", "median", "p99", "most", "count", "each, from 0 to most")
+    heads = ("", "median#", "p99#", "most#", "count#", "each, from 0 to most")
     return tag("section", tag("h2", "Figures"), table(heads, rows), class_="card", id="figures")
 
 
@@ -319,7 +321,7 @@ def _events(history: History | None) -> Markup:
         for event in told[:_MOST_EVENTS]
     ]
     left = f"; the first {_MOST_EVENTS} of {len(told)}" if len(told) > _MOST_EVENTS else ""
-    heads = ("s", "who", "what", "")
+    heads = ("s#", "who", "what", "")
     name = f"What happened, in order ({len(rows)} events{left})"
     return tag("section", tag("details", tag("summary", name), table(heads, rows)), class_="card", id="events")
 

@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
-# Of the width: what a pause takes at most.
-_PAUSE = 0.05
+# Of the width: what a squeezed pause takes, and from where on one is squeezed.
+_PAUSE, _LONG = 0.05, 0.12
+# A pause is much longer than what lies between other events, not just one of few.
+_TIMES_MEAN = 3.0
+_MOST_PAUSES = 12
 # Nothing touches the edges.
-_EDGE = 1.2
-_ROUNDS = 60
+_EDGE = 2.0
 _STEPS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600)
 # Ticks nearer than this, in percent of the width, would overlap.
 _APART = 5.0
@@ -45,14 +47,11 @@ class Scale:
     def __init__(self, moments: Iterable[float], seconds: float) -> None:
         self._moments = sorted({0.0, seconds, *(min(max(t, 0.0), seconds) for t in moments)})
         gaps = [later - earlier for earlier, later in pairwise(self._moments)]
-        total = seconds
-        for _ in range(_ROUNDS):
-            total = sum(min(gap, _PAUSE * total) for gap in gaps)
-        longest = _PAUSE * total if total > 0 else seconds
-        self._is_squeezed = [gap > longest * 1.001 for gap in gaps]
+        squeezed, total = _squeezed(gaps)
+        self._is_squeezed = [index in squeezed for index in range(len(gaps))]
         self._places = [0.0]
-        for gap in gaps:
-            self._places.append(self._places[-1] + min(gap, longest))
+        for index, gap in enumerate(gaps):
+            self._places.append(self._places[-1] + (_PAUSE * total if index in squeezed else gap))
         self._width = self._places[-1] or 1.0
 
     def at(self, t: float) -> float:
@@ -89,3 +88,19 @@ class Scale:
                     found.append(Tick(at=self.at(t), text=f"{t:g} s" if step >= 1 else f"{t:.1f} s"))
                 number += 1
         return found
+
+
+def _squeezed(gaps: list[float]) -> tuple[set[int], float]:
+    """Return which gaps are squeezed, and the whole width in seconds then."""
+    longest_first = sorted(range(len(gaps)), key=lambda index: -gaps[index])
+    rest = sum(gaps)
+    total = rest
+    squeezed: set[int] = set()
+    for index in longest_first[:_MOST_PAUSES]:
+        mean = rest / (len(gaps) - len(squeezed))
+        if gaps[index] <= max(_LONG * total, _TIMES_MEAN * mean):
+            break
+        squeezed.add(index)
+        rest -= gaps[index]
+        total = rest / (1 - _PAUSE * len(squeezed))
+    return squeezed, total

@@ -11,8 +11,8 @@ from typing import Any
 
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.junit import junit
-from ckptd.chaos.reports.markup import Markup, tag
-from ckptd.chaos.reports.page import NONE, chip, document, duration, table
+from ckptd.chaos.reports.markup import Markup, join, tag
+from ckptd.chaos.reports.page import NONE, chip, document, duration, headline, table
 from ckptd.chaos.reports.write import JSON, JUNIT, PAGE, write_text
 from ckptd.chaos.verdict import FailureClass, Verdict, worst
 
@@ -71,12 +71,12 @@ def _index(trials: Sequence[Report], folder: Path) -> str:
         tag("div", verdict, class_=f"verdict {verdict}"),
         tag("h1", f"{len(trials)} trial{'s' * (len(trials) != 1)}"),
         tag("p", f"{said}; {duration(seconds)} in all", class_="say"),
-        tag("p", *(Markup(f"{chip(f'{failure}: {count}', 'fail')} ") for failure, count in _classes(trials).items())),
+        tag("p", *(join((chip(f"{failure}: {count}", "fail"), " ")) for failure, count in _classes(trials).items())),
         class_=f"card hero {verdict}",
     )
     order = sorted(range(len(trials)), key=lambda i: (_RED_FIRST.index(trials[i].verdict), _severity(trials[i]), i))
     rows = [_row(trials[i], folder) for i in order]
-    heads = ("", "trial", "size", "seed", "what", "steps trained again", "recovery", "took")
+    heads = ("", "trial", "size", "seed#", "what", "steps trained again#", "recovery#", "took#")
     body = tag("section", tag("h2", "Trials, red first"), table(heads, rows), class_="card", id="trials")
     return document(f"{verdict}: {len(trials)} trials", [hero, body])
 
@@ -93,6 +93,7 @@ def _row(report: Report, folder: Path) -> Markup:
     if path.is_file():
         name = tag("a", report.scenario, href=Path(os.path.relpath(path, folder)).as_posix())
     recovery = max((a.recovery_s for a in report.accounts if a.recovery_s is not None), default=None)
+    others = list(report.failures())[1:]
     lost = sum(account.lost_steps or 0 for account in report.accounts)
     return tag(
         "tr",
@@ -100,12 +101,7 @@ def _row(report: Report, folder: Path) -> Markup:
         tag("td", name),
         tag("td", f"{report.nnodes} x {report.nproc}, {report.store}", data_label="size"),
         tag("td", report.seed, data_label="seed", class_="num"),
-        tag(
-            "td",
-            *(Markup(f"{chip(failure, 'fail')} ") for failure in report.failures()),
-            report.headline(),
-            class_="say",
-        ),
+        tag("td", headline(report), *(join((" ", chip(failure, "fail"))) for failure in others), class_="say"),
         tag("td", lost, data_label="steps trained again", class_="num"),
         tag("td", NONE if recovery is None else duration(recovery), data_label="recovery", class_="num"),
         tag("td", duration(report.seconds), data_label="took", class_="num"),

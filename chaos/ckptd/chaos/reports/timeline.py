@@ -91,7 +91,8 @@ def _coordinator(history: History, begin: float, end: float) -> Lane:
     for event in claims:
         closed = history.of("coordinator_closed", source=event.source, after=event.t)
         died = _deaths(history, event.source.removeprefix("agent "), event.t)
-        over = min([e.t for e in closed] + died, default=end)
+        newer = [e.t for e in claims if e.t > event.t]
+        over = min([*(e.t for e in closed), *died, *newer], default=end)
         text = f"timeline {event.fields.get('timeline')}, led by {event.source}"
         spans.append(_span("leading", event.t - begin, over - begin, text, label=event.source))
     for event in history.of("acknowledged", source="agent"):
