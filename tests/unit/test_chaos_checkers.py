@@ -550,9 +550,13 @@ def test_two_undisturbed_runs_that_differ_are_unknown_with_step_and_tensors() ->
     again = replace(first, losses=(*first.losses[:3], (4, "0x9"), *first.losses[4:]), digests=tuple(lists))
     assert not_green(replace(case(), repeat=again))["deterministic"] == (
         Verdict.UNKNOWN,
-        "the script is not deterministic: two undisturbed runs differ first at step 4: loss (0x4 and 0x9); on rank 0 rng",
+        "the script is not deterministic: two undisturbed runs differ first at step 4, loss 0x4 and 0x9; at step 4, rank 0: rng",
     )
     assert "deterministic" not in not_green(replace(case(), repeat=first))
+    assert first.root is not None
+    saved = replace(first.root, decisions=(decision(2, T1), decision(4, T1, state="x"), decision(6, T1)))
+    red = not_green(replace(case(), repeat=replace(first, root=saved)))
+    assert red["deterministic"][1].endswith("differ first at step 4, state digest of what was saved")
 
 
 def bounded(**bounds: int) -> Scenario:

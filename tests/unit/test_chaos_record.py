@@ -72,7 +72,7 @@ def test_two_undisturbed_runs_that_differ_are_unknown_whatever_the_hurt_run_says
     again = replace(told.undisturbed, losses=((1, "0x1"), (2, "0x9")))
     report = judge(replace(told, repeat=again), tmp_path)
     assert report.verdict is Verdict.UNKNOWN
-    assert "not deterministic: two undisturbed runs differ first at step 2: loss (0x2 and 0x9)" in report.headline()
+    assert "not deterministic: two undisturbed runs differ first at step 2, loss 0x2 and 0x9" in report.headline()
 
 
 def test_figures_are_those_of_the_run(tmp_path: Path) -> None:

@@ -25,18 +25,21 @@ def deterministic(case: Case) -> Finding:
 
 
 def self_difference(first: Evidence, second: Evidence) -> str:
-    """Return how two undisturbed runs differ: the first step, and what differs in it; "" if they do not."""
+    """Return how two undisturbed runs differ: the first step, and the first tensors; "" if they do not."""
     one, other = dict(first.losses), dict(second.losses)
     losses = [step for step in sorted(one.keys() | other.keys()) if one.get(step) != other.get(step)]
     entry = first_difference(first.digests, second.digests)
-    if not losses and entry is None:
-        return ""
-    step = min([*losses, *([] if entry is None else [entry.step])])
-    what = [f"loss ({one.get(step)} and {other.get(step)})"] if step in losses else []
-    if entry is not None and entry.step == step:
-        held = next(e for e in first.digests if (e.step, e.rank, e.when) == (step, entry.rank, "step"))
-        what.append(f"on rank {entry.rank} {_names(wrong_names(held, entry))}")
-    return f"two undisturbed runs differ first at step {step}: " + "; ".join(what)
+    told = []
+    if losses:
+        told.append((losses[0], f"step {losses[0]}, loss {one.get(losses[0])} and {other.get(losses[0])}"))
+    if entry is not None:
+        held = next(e for e in first.digests if (e.step, e.rank, e.when) == (entry.step, entry.rank, "step"))
+        told.append((entry.step, f"step {entry.step}, rank {entry.rank}: {_names(wrong_names(held, entry))}"))
+    if not told and first.root is not None and second.root is not None:
+        digests, others = first.root.state_digests(), second.root.state_digests()
+        wrong = sorted(step for step in digests.keys() & others.keys() if digests[step] != others[step])
+        told += [(step, f"step {step}, state digest of what was saved") for step in wrong[:1]]
+    return f"two undisturbed runs differ first at {'; at '.join(text for _, text in sorted(told))}" if told else ""
 
 
 def same_losses(case: Case) -> Finding:
