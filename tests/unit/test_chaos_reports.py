@@ -25,7 +25,7 @@ from ckptd.chaos.reports.drawing import draw_timeline
 from ckptd.chaos.reports.junit import junit
 from ckptd.chaos.reports.lanes import Lane
 from ckptd.chaos.reports.markup import Markup, join, tag
-from ckptd.chaos.reports.page import page
+from ckptd.chaos.reports.page import FILES, page
 from ckptd.chaos.reports.scale import Scale
 from ckptd.chaos.reports.summary import summary, write_summary
 from ckptd.chaos.reports.timeline import timeline
@@ -74,7 +74,7 @@ class Elements(HTMLParser):
 
 def shown(told: Record) -> tuple[Report, str]:
     report = judge(told, Path("/tmp/x"))
-    return report, page(report, None if told.performance is None else told.performance.history)
+    return report, page(report, None if told.performance is None else told.performance.history, FILES)
 
 
 def test_the_page_says_first_what_broke_and_where() -> None:
@@ -117,7 +117,8 @@ def test_the_page_needs_nothing_from_outside() -> None:
     assert [
         tag for tag, attributes, _ in elements.found if tag in ("link", "img", "iframe") or "src" in attributes
     ] == []
-    assert all(re.fullmatch(r"[a-z][\w./-]*", link) for link in elements.attributes("href"))
+    assert list(elements.attributes("href")) == list(FILES)
+    assert all(re.fullmatch(r"[a-z][\w./-]*", link) for link in FILES)
     assert "@import" not in text
     assert set(re.findall(r"url\(([^)]*)\)", text)) == {"#hatch"}
 

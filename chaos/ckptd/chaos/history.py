@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import merge
 from typing import Any
 
 # `12:`-like prefixes come from launchers that mark each line with its rank.
@@ -53,9 +54,12 @@ class History:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
+        # Positions by kind: most questions are about a few of very many events.
+        self._by_kind: dict[str, list[int]] = {}
 
     def add(self, event: Event) -> Event:
         """Append an event and return it."""
+        self._by_kind.setdefault(event.kind, []).append(len(self._events))
         self._events.append(event)
         return event
 
@@ -78,11 +82,11 @@ class History:
         before: float | None = None,
     ) -> list[Event]:
         """Return the events of these kinds, in order; `source` is a whole source or its first word."""
+        positions = merge(*(self._by_kind.get(kind, ()) for kind in dict.fromkeys(kinds)))
         return [
             event
-            for event in self._events
-            if event.kind in kinds
-            and (source is None or event.source == source or event.source.partition(" ")[0] == source)
+            for event in map(self._events.__getitem__, positions)
+            if (source is None or event.source == source or event.source.partition(" ")[0] == source)
             and (after is None or event.t >= after)
             and (before is None or event.t <= before)
             and (where is None or where(event))

@@ -6,7 +6,7 @@ Owns: what stands where. Does not own: the timeline's lanes (`timeline`) nor its
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import resources
 
 from ckptd.chaos.accounts import Account
@@ -42,19 +42,26 @@ _TOLD = frozenset(
 _MOST_EVENTS = 2000
 _MOST_TEXT = 300
 NONE = "–"  # noqa: RUF001 - what a table shows where there is no value
-_FILES = (
-    ("report.json", "report"),
-    ("junit.xml", "JUnit"),
-    ("evidence/history.jsonl", "all events"),
-    ("hurt/nodes/", "agents' logs"),
-    ("hurt/launches/", "output of the ranks"),
-    ("undisturbed/", "undisturbed run"),
-    ("store/", "the store"),
-)
+FILES = {
+    "report.json": "report",
+    "junit.xml": "JUnit",
+    "evidence/history.jsonl": "all events",
+    "hurt/nodes/": "agents' logs",
+    "hurt/launches/": "output of the ranks",
+    "undisturbed/": "undisturbed run",
+    "store/": "the store",
+}
+"""What a trial may leave beside its page, and what it is called there."""
 
 
-def page(report: Report, history: History | None) -> str:
-    """Return the page of a trial; `history` is the hurt run's, None where there was none."""
+def page(report: Report, history: History | None, files: Collection[str] = ()) -> str:
+    """Return the page of a trial.
+
+    Args:
+        report: What was found.
+        history: The hurt run's; None where there was none.
+        files: Which of `FILES` are there, to be linked to.
+    """
     shown = None
     if history is not None and len(history):
         shown = timeline(history, report.accounts, ranks=report.nnodes * report.nproc, nproc=report.nproc)
@@ -68,7 +75,7 @@ def page(report: Report, history: History | None) -> str:
         _faults(report.accounts),
         _figures(report.figures),
         _events(history),
-        _again(report),
+        _again(report, files),
     ]
     return document(f"{report.verdict}: {report.scenario}", body)
 
@@ -332,12 +339,13 @@ def _is_told(event: Event) -> bool:
 
 def _fields(event: Event) -> Iterator[str]:
     for key, value in event.fields.items():
-        if value not in (None, "") and key not in ("job", "node"):
+        # An agent's node is a long name that its lane says shorter; the harness's is the short one.
+        if value not in (None, "") and key != "job" and (key != "node" or event.source == "harness"):
             yield f"{key}={value}"
 
 
-def _again(report: Report) -> Markup:
-    links = [tag("a", text, href=path) for path, text in _FILES]
+def _again(report: Report, files: Collection[str]) -> Markup:
+    links = [tag("a", text, href=path) for path, text in FILES.items() if path in files]
     ran = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     return tag(
         "section",

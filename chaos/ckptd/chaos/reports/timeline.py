@@ -145,16 +145,7 @@ def _agent(history: History, name: str, begin: float, end: float) -> Lane:
         )
         spans.append(_span("up", event.t - begin, over - begin, f"{source} runs"))
     spans += _paused(history, name, begin, end)
-    for event in history.of("staged_local", "slots_adopted", source=source):
-        done = [
-            e.t
-            for e in history.of("sealed-local", "upload_failed", source=source, after=event.t)
-            if e.step == event.step
-        ]
-        ended = [*done, *_deaths(history, name, event.t)]
-        if ended:
-            text = f"{source} hashes and uploads its part of step {event.step}"
-            spans.append(_span("uploading", event.t - begin, min(ended) - begin, text))
+    spans += _uploads(history, name, begin)
     marks = [
         Mark(kind="died", t=e.t - begin, title=f"{source} died, exit {e.fields.get('code')}")
         for e in history.of("agent_died", source="harness")
@@ -167,6 +158,22 @@ def _agent(history: History, name: str, begin: float, end: float) -> Lane:
     ]
     marks += _said(history, _AGENT_MARKS, source, begin)
     return Lane(name=source, group="agent", spans=tuple(spans), marks=tuple(marks))
+
+
+def _uploads(history: History, name: str, begin: float) -> Iterator[Span]:
+    source = f"agent {name}"
+    done: dict[int | None, list[float]] = {}
+    for event in history.of("sealed-local", "upload_failed", source=source):
+        done.setdefault(event.step, []).append(event.t)
+    deaths = _deaths(history, name, begin)
+    seen: set[tuple[int | None, float]] = set()
+    for event in history.of("staged_local", "slots_adopted", source=source):
+        ended = min((t for t in [*done.get(event.step, ()), *deaths] if t >= event.t), default=None)
+        # The ranks of a node are uploaded together: one bar, from the first of them.
+        if ended is not None and (event.step, ended) not in seen:
+            seen.add((event.step, ended))
+            text = f"{source} hashes and uploads its part of step {event.step}"
+            yield _span("uploading", event.t - begin, ended - begin, text)
 
 
 def _deaths(history: History, name: str, after: float) -> list[float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ckptd.chaos.record import Record
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.junit import junit
-from ckptd.chaos.reports.page import page
+from ckptd.chaos.reports.page import FILES, page
 
 PAGE, JUNIT, JSON = "report.html", "junit.xml", "report.json"
 
@@ -22,7 +22,8 @@ def write_report(report: Report, record: Record) -> Path:
     history = None if record.performance is None else record.performance.history
     write_text(report.out / JSON, json.dumps(report.to_dict(), indent=1) + "\n")
     write_text(report.out / JUNIT, junit([report]))
-    write_text(report.out / PAGE, page(report, history))
+    files = [path for path in FILES if (report.out / path).exists()]
+    write_text(report.out / PAGE, page(report, history, files))
     return report.out / PAGE
 
 
