@@ -462,6 +462,15 @@ def test_a_planted_violation_turns_its_check_red(
     assert overall(checkers.check(looked)) is Verdict.FAIL
 
 
+def test_another_launchs_right_copy_makes_no_wrong_replica() -> None:
+    """A step that was right on all ranks before the fault and is wrong on all after it diverged silently."""
+    evidence = changed_digest(6, None, "loader", when="step")
+    before = replace(hurt(), digests=(*digests(2), *digests(4), *digests(6), *evidence.digests[4:]))
+    found = {f.check: f for f in checkers.check(case(evidence=before))}["same_digests"]
+    assert found.failure is FailureClass.SILENT_DIVERGENCE
+    assert found.text == "first at step 6, rank 0: loader differs"
+
+
 def test_every_check_is_turned_red_by_a_planted_violation() -> None:
     """No check is there that nothing can fail, but for those that only ever know or do not know."""
     names = {finding.check for finding in checkers.check(case())}
@@ -556,7 +565,10 @@ def test_two_undisturbed_runs_that_differ_are_unknown_with_step_and_tensors() ->
     assert first.root is not None
     saved = replace(first.root, decisions=(decision(2, T1), decision(4, T1, state="x"), decision(6, T1)))
     red = not_green(replace(case(), repeat=replace(first, root=saved)))
-    assert red["deterministic"][1].endswith("differ first at step 4, state digest of what was saved")
+    assert red["deterministic"][1].endswith(
+        "differ first at step 4, the state that was saved, though "
+        "losses and lists are equal: seed python's and numpy's generators too"
+    )
 
 
 def bounded(**bounds: int) -> Scenario:

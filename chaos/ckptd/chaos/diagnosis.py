@@ -91,7 +91,7 @@ def diagnose(undisturbed: Evidence, hurt: Evidence, history: History, *, repeate
         names = [] if entry is None else wrong_names(right[entry.step, entry.rank], entry)
         failure, instead = FailureClass.SILENT_DIVERGENCE, ""
         if entry is not None:
-            failure, instead = classify(entry, undisturbed.digests, hurt.digests)
+            failure, instead = classify(entry, undisturbed.digests, (*told.restores, *told.steps))
         cause, advice = _advice(
             told,
             entry=entry,

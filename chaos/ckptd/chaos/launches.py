@@ -58,6 +58,15 @@ def told_by_launch(history: History, lists: Iterable[DigestList]) -> list[Told]:
     ]
 
 
+def beside(history: History, lists: Sequence[DigestList], entry: DigestList) -> tuple[DigestList, ...]:
+    """Return the lists of the launch that `entry` belongs to; all where that cannot be told."""
+    for told in told_by_launch(history, lists):
+        mine = (*told.restores, *told.steps)
+        if any(one is entry for one in mine):
+            return mine
+    return tuple(lists)
+
+
 def _placed(mine: Sequence[DigestList], launches: Sequence[tuple[int, int | None]]) -> Iterator[tuple[int, DigestList]]:
     """Give each list of one rank the launch it was written in."""
     at, last = 0, -1

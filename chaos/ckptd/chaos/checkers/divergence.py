@@ -34,14 +34,14 @@ def first_difference(undisturbed: Iterable[DigestList], hurt: Iterable[DigestLis
 
 
 def classify(
-    found: DigestList, undisturbed: Iterable[DigestList], hurt: Iterable[DigestList]
+    found: DigestList, undisturbed: Iterable[DigestList], beside: Iterable[DigestList]
 ) -> tuple[FailureClass, str]:
     """Return the class of a list that differs, and what it holds instead, in words ("" where that is not known).
 
     Args:
         found: The list that differs.
         undisturbed: All lists of the undisturbed run.
-        hurt: All lists of the other one.
+        beside: All lists of the launch that `found` belongs to.
     """
     right = {(entry.step, entry.rank): entry.sha256 for entry in undisturbed if entry.when == "step"}
     mine = right[found.step, found.rank]
@@ -57,18 +57,18 @@ def classify(
         for rank in sorted(rank for step, rank in right if step == found.step and rank != found.rank):
             if _holds(right[found.step, rank], wrong):
                 return FailureClass.WRONG_REPLICA, f"it is what rank {rank} should hold"
-    return _by_copies(found, wrong, right, hurt)
+    return _by_copies(found, wrong, right, beside)
 
 
 def _by_copies(
     found: DigestList,
     wrong: Iterable[str],
     right: Mapping[tuple[int, int], Mapping[str, str]],
-    hurt: Iterable[DigestList],
+    beside: Iterable[DigestList],
 ) -> tuple[FailureClass, str]:
-    beside = [
+    others = [
         entry.sha256
-        for entry in hurt
+        for entry in beside
         if (entry.step, entry.when) == (found.step, found.when) and entry.rank != found.rank
     ]
     mine = right[found.step, found.rank]
@@ -76,7 +76,7 @@ def _by_copies(
     names = list(wrong)
     for name in names:
         is_replicated = name in mine and any(other.get(name) == mine[name] for other in copies)
-        if not is_replicated or not any(other.get(name) == mine[name] for other in beside):
+        if not is_replicated or not any(other.get(name) == mine[name] for other in others):
             return FailureClass.SILENT_DIVERGENCE, ""
     return FailureClass.WRONG_REPLICA, f"other ranks' copies of {names[0]} are right"
 
