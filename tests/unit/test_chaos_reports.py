@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from fixtures.chaos_trials import T1, Entry, history, record, without_hurt
+from fixtures.chaos_trials import EVENTS, T1, Entry, history, record, without_hurt
 from rich.console import Console
 
 from ckptd.chaos.history import Event
@@ -252,6 +252,18 @@ def test_a_paused_node_is_shown_as_paused_until_it_is_woken() -> None:
     found = lanes(record(more=more))
     assert ("paused", 20.1, 27.5) in spans(found["agent 0"])
     assert ("fenced", 27.6) in marks(found["coordinator"])
+
+
+def test_the_moment_from_which_the_run_is_not_equal_is_marked() -> None:
+    """Right after the restore, or at the step, of the launch that diverged."""
+    other = [(*entry[:3], {"step": 4, "loss": "0x9"}) if entry[:2] == (28.0, "script 2") else entry for entry in EVENTS]
+    for told, t in ((record(wrong={"model/w": "x"}), 26.5), (record(history=history(other)), 28.0)):
+        assert told.performance is not None
+        report = judge(told, Path("/tmp/x"))
+        drawn = timeline(told.performance.history, report.accounts, ranks=2, nproc=1, diagnosis=report.diagnosis)
+        assert drawn.diverged is not None
+        assert round(drawn.diverged.t, 3) == t
+        assert Elements(draw_timeline(drawn)).texts("g", "diverged") == [f"{drawn.diverged.title}\u2260"]
 
 
 def test_a_squeezed_axis_keeps_the_order_and_says_what_it_left_out() -> None:

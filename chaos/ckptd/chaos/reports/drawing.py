@@ -41,7 +41,8 @@ def draw_timeline(shown: Timeline) -> Markup:
     height = _TOP + _LANE * len(shown.lanes) + _AXIS
     scale = Scale(_moments(shown), shown.seconds)
     rows = [_lane(lane, _TOP + _LANE * row, scale) for row, lane in enumerate(shown.lanes)]
-    faults = [_fault(mark, height - _AXIS, scale) for mark in shown.faults]
+    struck = [*shown.faults, *([] if shown.diverged is None else [shown.diverged])]
+    faults = [_fault(mark, height - _AXIS, scale) for mark in struck]
     svg = tag(
         "svg",
         _axis(height, scale),
@@ -62,13 +63,14 @@ def draw_legend(shown: Timeline) -> Markup:
     """Return what the colours mean, of those that are seen."""
     seen = {span.kind for lane in shown.lanes for span in lane.spans}
     bars = [tag("li", tag("i", class_=f"swatch {kind}"), text) for kind, text in LEGEND if kind in seen]
-    kinds = {mark.kind for lane in shown.lanes for mark in lane.marks}
+    kinds = {mark.kind for lane in shown.lanes for mark in lane.marks} | ({"diverged"} if shown.diverged else set())
     points = [tag("li", tag("i", sign, class_=f"sign {kind}"), text) for kind, sign, text in _SIGNS if kind in kinds]
     return tag("ul", *bars, *points, class_="legend")
 
 
 _SIGNS = (
     ("fault", "●", "fault"),
+    ("diverged", "\u2260", "not equal to the undisturbed run from here on"),
     ("died", "✕", "died"),
     ("step", "│", "step"),
     ("again", "│", "step trained again"),
@@ -164,7 +166,7 @@ def _fault(mark: Mark, bottom: float, scale: Scale) -> Markup:
         tag("line", x1=place, x2=place, y1=12, y2=bottom),
         tag("circle", cx=place, cy=_TOP / 2, r=9),
         tag("text", mark.label, x=place, y=_TOP / 2 + 4),
-        class_="fault",
+        class_=mark.kind,
     )
 
 

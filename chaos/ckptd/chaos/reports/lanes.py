@@ -59,8 +59,10 @@ class Timeline:
         seconds: From the first event to the last.
         lanes: From top to bottom.
         faults: Moments at which the job was hurt, numbered by their labels.
+        diverged: Where the run left the undisturbed one's path; None if it did not.
     """
 
     seconds: float
     lanes: tuple[Lane, ...]
     faults: tuple[Mark, ...]
+    diverged: Mark | None = None

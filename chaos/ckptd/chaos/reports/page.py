@@ -64,7 +64,13 @@ def page(report: Report, history: History | None, files: Collection[str] = ()) -
     """
     shown = None
     if history is not None and len(history):
-        shown = timeline(history, report.accounts, ranks=report.nnodes * report.nproc, nproc=report.nproc)
+        shown = timeline(
+            history,
+            report.accounts,
+            ranks=report.nnodes * report.nproc,
+            nproc=report.nproc,
+            diagnosis=report.diagnosis,
+        )
     body = [
         _hero(report),
         _tiles(report),

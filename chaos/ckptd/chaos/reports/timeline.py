@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptd.chaos.accounts import Account
+from ckptd.chaos.diagnosis import Diagnosis
 from ckptd.chaos.history import Event, History
 from ckptd.chaos.reports.lanes import Lane, Mark, Span, Timeline
 from ckptd.chaos.reports.rank_lanes import rank_lanes
@@ -30,12 +31,15 @@ _COORDINATOR_MARKS = {
 }
 
 
-def timeline(history: History, told: Sequence[Account], *, ranks: int, nproc: int) -> Timeline:
+def timeline(
+    history: History, told: Sequence[Account], *, ranks: int, nproc: int, diagnosis: Diagnosis | None = None
+) -> Timeline:
     """Return the lanes of a run.
 
     Args:
         history: What happened.
         told: What each fault cost.
+        diagnosis: Where it diverged first; None if it did not.
         ranks: Number of ranks.
         nproc: Ranks on each node.
     """
@@ -50,7 +54,22 @@ def timeline(history: History, told: Sequence[Account], *, ranks: int, nproc: in
         *(_agent(history, name, begin, end) for name in _agents(history)),
     ]
     faults = tuple(mark for mark in lanes[0].marks if mark.kind == "fault")
-    return Timeline(seconds=max(0.001, end - begin), lanes=tuple(lanes), faults=faults)
+    return Timeline(
+        seconds=max(0.001, end - begin),
+        lanes=tuple(lanes),
+        faults=faults,
+        diverged=None if diagnosis is None else _diverged(history, diagnosis, begin),
+    )
+
+
+def _diverged(history: History, diagnosis: Diagnosis, begin: float) -> Mark | None:
+    kind = "restored" if diagnosis.moment == "restore" else "step"
+    found = [e for e in history.of(kind, source=f"script {diagnosis.launch}") if e.step == diagnosis.step]
+    if not found:
+        return None
+    where = "" if diagnosis.rank is None else f", first on rank {diagnosis.rank}"
+    text = f"not equal to the undisturbed run from here on: step {diagnosis.step}{where}"
+    return Mark(kind="diverged", t=found[0].t - begin, title=text, label="\u2260")
 
 
 def _faults(history: History, told: Sequence[Account], begin: float) -> Lane:
