@@ -26,6 +26,7 @@ from ckptd.chaos.evidence import EvidenceError
 from ckptd.chaos.progress import Progress
 from ckptd.chaos.report import render
 from ckptd.chaos.reports.rebuild import rebuild
+from ckptd.chaos.reports.write import PAGE
 from ckptd.chaos.scenario_reader import ScenarioError, load, scenario_names
 from ckptd.chaos.schedule import ScheduleError
 from ckptd.chaos.trial import Stage, run_trial
@@ -128,6 +129,8 @@ def run(
     if out is None and report.verdict is Verdict.PASS:
         shutil.rmtree(folder, ignore_errors=True)
         console.print("the evidence of a pass is removed; --out keeps it", style="dim")
+    else:
+        console.print(f"page: {folder / PAGE}", soft_wrap=True, markup=False, highlight=False)
     raise typer.Exit(report.verdict.exit_code)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.junit import junit
 from ckptd.chaos.reports.markup import Markup, join, tag
-from ckptd.chaos.reports.page import NONE, chip, document, duration, headline, table
+from ckptd.chaos.reports.page import document
+from ckptd.chaos.reports.sections import NONE, chip, duration, headline, table
 from ckptd.chaos.reports.write import JSON, JUNIT, PAGE, write_text
 from ckptd.chaos.verdict import FailureClass, Verdict, worst
 
