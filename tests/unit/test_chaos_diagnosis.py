@@ -96,6 +96,16 @@ def test_the_lists_of_a_rank_are_given_to_the_launches_that_wrote_them() -> None
     assert (first.restored, second.restored) == (None, RESTORED)
 
 
+def test_a_first_launch_that_goes_on_from_an_earlier_job_keeps_its_lists() -> None:
+    """Its restore is its own, not the next launch's of the same step."""
+    told = History()
+    for launch, t in ((1, 0.0), (2, 5.0)):
+        say(told, t, "harness", "launched", {"launch": launch})
+        say(told, t + 1, f"script {launch}", "restored", {"step": RESTORED, "tier": "store"})
+    first, second = told_by_launch(told, [entry(RESTORED, "restore"), entry(5), entry(RESTORED, "restore"), entry(5)])
+    assert [(one.launch, len(one.restores), len(one.steps)) for one in (first, second)] == [(1, 1, 1), (2, 1, 1)]
+
+
 @pytest.mark.parametrize(
     ("names", "cause"),
     [
