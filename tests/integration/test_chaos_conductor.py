@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -149,12 +150,14 @@ def test_a_script_that_is_not_deterministic_is_unknown_and_never_hurt(
         )
 
 
-def test_a_socket_that_an_agent_leaves_is_a_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_socket_and_a_file_that_an_agent_leaves_are_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What ended in order should have cleaned up."""
-    monkeypatch.setenv("STANDIN_BUGS", "leaves-socket")
+    monkeypatch.setenv("STANDIN_BUGS", "leaves-socket leaves-temporary")
     report = trial(load("rank-killed-between-saves"), tmp_path)
     assert report.failures() == {FailureClass.LEAK: 1}
-    assert problems(report)["no_leaks"].endswith("agent.sock of node 0")
+    assert re.fullmatch(
+        r"left behind: \S+/agent\.sock of node 0; \S+/tmp/tmp\w+ of node 0", problems(report)["no_leaks"]
+    )
 
 
 def test_faults_strike_one_after_the_other(tmp_path: Path) -> None:

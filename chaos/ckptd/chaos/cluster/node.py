@@ -46,6 +46,11 @@ class Place:
         return self.run_dir / "agent.sock"
 
     @property
+    def temporary(self) -> Path:
+        """Where the agents' temporary files go, to see that none stays."""
+        return self.run_dir / "tmp"
+
+    @property
     def events(self) -> Path:
         """The agents' event log."""
         return self.evidence / "events.jsonl"
@@ -89,7 +94,9 @@ class Node:
             "CKPTD_FAILPOINTS": failpoints,
             "CKPTD_FAILPOINT_LOG": str(place.failpoints),
             "CKPTD_EVENT_LOG": str(place.events),
+            "TMPDIR": str(place.temporary),
         }
+        place.temporary.mkdir(exist_ok=True, mode=0o700)
         if self.agent is not None:
             self.agent.kill()
         (place.run_dir / "agent.json").unlink(missing_ok=True)
@@ -189,11 +196,12 @@ class Node:
         return files
 
     def left_files(self) -> tuple[str, ...]:
-        """Return what an agent that has ended in order should not have left: sockets, and strange files in shared memory."""
+        """Return what an agent that ended in order should not have left: sockets, temporary files, strange shared ones."""
         sockets = [path for path in self.place.run_dir.rglob("*") if path.is_socket()]
         # Slots, arenas, and what was said of them (plans, snapshots) outlive the agent on purpose: the next takes them over.
         strange = [path for path in self.place.shm_dir.rglob("*") if path.suffix not in _KEPT and path.is_file()]
-        return tuple(sorted(str(path) for path in [*sockets, *strange]))
+        temporary = list(self.place.temporary.iterdir()) if self.place.temporary.is_dir() else []
+        return tuple(sorted(str(path) for path in [*sockets, *strange, *temporary]))
 
 
 def _rank_of(pid: int) -> int | None:
