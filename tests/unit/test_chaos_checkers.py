@@ -383,10 +383,12 @@ VIOLATIONS: list[tuple[str, Callable[[], Case], str, FailureClass, str]] = [
     ),
     (
         "a wait does not end within its deadline",
-        lambda: case(told(*HISTORY, (9.0, "harness", "deadline", {"what": "the fencing of agent 0", "seconds": 60}))),
+        lambda: case(
+            told(*HISTORY, (9.0, "harness", "deadline", {"what": "the next sign of progress", "seconds": 60}))
+        ),
         "no_hang",
         FailureClass.HARD_FAIL,
-        "the fencing of agent 0 did not come within 60 s",
+        "the next sign of progress did not come within 60 s",
     ),
     (
         "the run does not come to its end",
@@ -520,12 +522,36 @@ def test_what_was_staged_on_a_lost_node_need_not_come_back() -> None:
     assert "restored_newest" not in not_green(case(history))
 
 
+def refused_case(*sealed: int) -> Case:
+    """Step 4 was staged on both ranks, sealed for some, and not adopted."""
+    history = told(
+        *without("restored", "resolved", "adopted"),
+        *((4.05, f"agent {rank}", "staged_local", {"step": 4, "timeline": T1, "rank": rank}) for rank in (0, 1)),
+        (5.5, "agent 0", "sealed-local", {"step": 4, "timeline": T1, "ranks": list(sealed)}),
+        (6.3, "agent 0", "not_adopted", {"step": 4, "of": T1, "timeline": T2, "error": "replicas differ"}),
+        (6.4, "agent 0", "resolved", {"timeline": T2, "listed": [2], "adopted": []}),
+        RESTORED_2,
+    )
+    return case(history)
+
+
+def test_a_step_whose_content_was_refused_need_not_come_back() -> None:
+    """All of it was in the store and looked at; a step that was not uploaded is another matter."""
+    assert "restored_newest" not in not_green(refused_case(0, 1))
+    assert "all bytes of step 4 were staged" in not_green(refused_case(0))["restored_newest"][1]
+
+
 def test_a_step_that_was_aborted_need_not_come_back() -> None:
     """Its bytes were staged, and given up."""
     aborted: Entry = (4.25, "agent 0", "decided", {"step": 4, "timeline": T1, "committed": False})
     found: Entry = (6.4, "agent 0", "resolved", {"timeline": T2, "listed": [2], "adopted": []})
     history = told(*without("restored", "resolved", "adopted"), aborted, found, RESTORED_2)
     assert "restored_newest" not in not_green(case(history))
+    # The coordinator died before it could say so; the marker stands in the root.
+    unsaid = told(*without("restored", "resolved", "adopted"), found, RESTORED_2)
+    assert "restored_newest" in not_green(case(unsaid))
+    marked = with_root(decisions=(decision(2, T1), decision(4, T1, committed=False), decision(6, T2)))
+    assert "restored_newest" not in not_green(case(unsaid, evidence=marked))
 
 
 def test_costs_within_their_bounds_pass_and_unbounded_ones_are_told() -> None:

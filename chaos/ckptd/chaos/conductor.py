@@ -263,7 +263,6 @@ class Conductor:
             if zombies <= fenced | {node.source for node in gone}:
                 return
             time.sleep(TICK.total_seconds())
-        self._late(f"the fencing of {', '.join(sorted(zombies))}", self._limits.woken)
 
     def _late(self, what: str, limit: timedelta) -> str:
         self._say("deadline", what=what, seconds=limit.total_seconds())

@@ -37,7 +37,7 @@ def restored_newest(case: Case) -> Finding:
     starts = [start for event in history.of("launched", source="harness") if (start := _start(history, event))]
     looked = 0
     for start in starts:
-        if text := _not_listed(history, start) or _older_than_staged(history, start):
+        if text := _not_listed(history, start) or _older_than_staged(case, start):
             return Finding.failed("restored_newest", FailureClass.LOST_WORK, f"launch {start.launch} {text}")
         looked += start.step > 0
     return Finding.passed("restored_newest", f"{looked} restores, each of the newest step there was")
@@ -75,24 +75,51 @@ def _not_listed(history: History, start: _Start) -> str:
     return ""
 
 
-def _older_than_staged(history: History, start: _Start) -> str:
+def _older_than_staged(case: Case, start: _Start) -> str:
     """Compare with the newest step whose bytes were the agents' of nodes that are all still there."""
+    history = case.performance.history
     lost = history.last("node_replaced", source="harness", before=start.t)
     given_up = {
         (event.step, event.fields.get("timeline"))
         for event in history.of("decided", "acknowledged", source="agent", before=start.went_on)
         if event.fields.get("committed") is False
     }
+    if case.hurt.root is not None:
+        # A coordinator may die between the marker of an abort and the word of it.
+        given_up |= {(fact.step, fact.timeline) for fact in case.hurt.root.decisions if not fact.committed}
     bad = {event.step for event in history.of("quarantined", source="agent", before=start.went_on)}
     staged = [
         event.step
         for event in history.of("staged", source="agent", after=None if lost is None else lost.t, before=start.t)
-        if event.step is not None and (event.step, event.fields.get("timeline")) not in given_up
+        if event.step is not None
+        and (event.step, event.fields.get("timeline")) not in given_up
+        and not _was_looked_at(history, event, start)
     ]
     newest = max((step for step in staged if step not in bad), default=0)
     if start.step < newest:
         return f"went on from step {start.step}, but all bytes of step {newest} were staged on nodes that lived on"
     return ""
+
+
+def _was_looked_at(history: History, staged: Event, start: _Start) -> bool:
+    """Whether all of a step was in the store, and the launch's coordinator would not have it: its content was wrong."""
+
+    def same(event: Event) -> bool:
+        return event.step == staged.step and event.fields.get("timeline") == staged.fields.get("timeline")
+
+    refused = history.of(
+        "not_adopted",
+        source="agent",
+        before=start.went_on,
+        where=lambda e: e.step == staged.step and e.fields.get("of") == staged.fields.get("timeline"),
+    )
+    wanted = {e.rank for e in history.of("staged_local", source="agent", before=start.went_on, where=same)}
+    sealed = {
+        rank
+        for event in history.of("sealed-local", source="agent", before=start.went_on, where=same)
+        for rank in event.fields.get("ranks", ())
+    }
+    return bool(refused) and wanted <= sealed
 
 
 def _steps(steps: list[int]) -> str:
