@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from ckptd.chaos import cache
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.history import Event
 from ckptd.chaos.report import Report
+from ckptd.chaos.reports.rebuild import rebuild
 from ckptd.chaos.scenario import Expectation, Fault, Moment, Scenario, Target
 from ckptd.chaos.scenario_reader import load
 from ckptd.chaos.trial import Stage, run_trial
-from ckptd.chaos.verdict import Verdict
+from ckptd.chaos.verdict import FailureClass, Verdict
 from ckptd.chaos.watch import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
@@ -124,6 +126,40 @@ def test_a_script_that_does_not_get_through_undisturbed_is_unknown(tmp_path: Pat
     assert "boom" in problems(report)["trial"]
 
 
+def test_a_script_that_is_not_deterministic_is_unknown_and_never_hurt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two undisturbed runs that differ say so, with step and tensor; also when both come from the cache."""
+    monkeypatch.setattr(cache, "code_digest", lambda _script: "a")
+    for number in range(2):
+        out = tmp_path / str(number)
+        out.mkdir()
+        report = run_trial(
+            stage(out, "--bug", "wavers"),
+            load("rank-killed-between-saves"),
+            store="local",
+            seed=1,
+            cache_folder=tmp_path / "cache",
+            twice=True,
+        )
+        assert report.verdict is Verdict.UNKNOWN
+        assert "two undisturbed runs differ first at step 3, loss 0x" in problems(report)["deterministic"]
+        assert problems(report)["deterministic"].endswith("; at step 4, rank 0: model/w")
+        assert {path.name for path in out.iterdir() if path.is_dir()} - {"store", "evidence"} == (
+            set() if number else {"undisturbed", "repeat"}
+        )
+
+
+def test_a_socket_and_a_file_that_an_agent_leaves_are_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ended in order should have cleaned up."""
+    monkeypatch.setenv("STANDIN_BUGS", "leaves-socket leaves-temporary")
+    report = trial(load("rank-killed-between-saves"), tmp_path)
+    assert report.failures() == {FailureClass.LEAK: 1}
+    assert re.fullmatch(
+        r"left behind: \S+/agent\.sock of node 0; \S+/tmp/tmp\w+ of node 0", problems(report)["no_leaks"]
+    )
+
+
 def test_faults_strike_one_after_the_other(tmp_path: Path) -> None:
     """The second fault waits until the job runs again after the first one."""
     kill = Fault(do="kill", target=Target(kind="rank", which=1), at=Moment(step=6))
@@ -203,7 +239,9 @@ def _cmdline(pid: str) -> list[bytes]:
 def test_the_report_can_be_read_by_programs(tmp_path: Path) -> None:
     """A report is plain JSON with seed, replay line, findings and accounts."""
     report = trial(load("rank-killed-between-saves"), tmp_path)
-    told = json.loads(json.dumps(report.to_dict()))
+    assert {"evidence", "report.html", "report.json", "junit.xml"} <= {path.name for path in tmp_path.iterdir()}
+    assert rebuild(tmp_path).reports == (report,)
+    told = json.loads((tmp_path / "report.json").read_text())
     assert told["verdict"] == "pass"
     assert told["replay"].startswith(
         "ckptd chaos run rank-killed-between-saves --nnodes 1 --nproc 2 --store local --seed 7 -- "

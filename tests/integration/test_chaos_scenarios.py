@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ import pytest
 from ckptd.chaos import cache
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.report import Report
+from ckptd.chaos.reports.rebuild import rebuild
 from ckptd.chaos.scenario_reader import load, scenario_names
 from ckptd.chaos.trial import Stage, run_trial
-from ckptd.chaos.verdict import Verdict
+from ckptd.chaos.verdict import FailureClass, Verdict
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.mesh, pytest.mark.timeout(400)]
 
@@ -72,7 +74,24 @@ def test_one_bit_flipped_in_a_live_tensor_after_a_restore_is_found_and_named(tmp
     assert report.verdict is Verdict.FAIL
     found = {f.check: f.text for f in report.findings if f.verdict is Verdict.FAIL}
     restored = report.accounts[0].restored_step
-    assert found["same_digests"] == f"first at step {restored}, rank 1 right after a restore: model/0.weight differs"
+    place = f"first at step {restored}, rank 1 right after a restore: model/0.weight differs"
+    assert found["same_digests"] == f"{place}; other ranks' copies of model/0.weight are right"
+    assert report.failures() == {FailureClass.WRONG_REPLICA: 1}
+    assert report.diagnosis is not None
+    assert report.diagnosis.names == ("model/0.weight",)
+    # The page of this real trial: its headline, a lane for each process, and the same again from saved evidence.
+    page = (tmp_path / "report.html").read_text()
+    assert place in page
+    lanes = re.findall(r'data-lane="([^"]*)"', page)
+    assert lanes == [
+        *("faults", "steps trained", "rank 0", "rank 1", "coordinator", "becoming durable"),
+        *("agent 0", "agent 1"),
+    ]
+    assert len(re.findall(r'class="bar training"', page)) == 4  # two ranks, two launches
+    assert len(re.findall(r'class="bar saving"', page)) >= 8
+    (rebuilt,) = rebuild(tmp_path).reports
+    assert rebuilt == report
+    assert (tmp_path / "report.html").read_text() == page
     told = subprocess.run(
         [sys.executable, HERE.parent / "examples" / "judge.py", tmp_path / "undisturbed", tmp_path / "hurt"],
         check=False,

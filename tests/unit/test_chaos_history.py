@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckptd.chaos import cache
-from ckptd.chaos.evidence import Evidence, EvidenceError, read_digests
+from ckptd.chaos.evidence import Evidence, EvidenceError, read_audits, read_digests
 from ckptd.chaos.history import Event, History, parse_event, parse_output, step_in_flight
 from ckptd.chaos.root import DecisionFact, RootFacts
 from ckptd.chaos.watch import Tail, Watcher
@@ -18,6 +18,9 @@ def test_lines_of_the_script_become_events() -> None:
     """Steps and restores are understood, also behind a launcher's prefix; anything else is no event."""
     step = parse_output("step 12 loss 0x1.8p+1", "script 1", 5.0)
     assert step == Event(t=5.0, source="script 1", kind="step", fields={"step": 12, "loss": "0x1.8p+1"})
+    rate = parse_output("step 12 loss 0x1.8p+1 lr 0x1p-10", "script 1", 5.0)
+    assert rate is not None
+    assert rate.fields == {"step": 12, "loss": "0x1.8p+1", "lr": "0x1p-10"}
     prefixed = parse_output("[default0]: restored step=7 tier=memory", "script 2", 6.0)
     assert prefixed is not None
     assert (prefixed.kind, prefixed.step, prefixed.fields["tier"]) == ("restored", 7, "memory")
@@ -77,6 +80,14 @@ def test_digest_files_are_read_rank_by_rank_and_a_torn_last_line_is_left_out(tmp
     (tmp_path / "list.10").write_text(json.dumps({**line, "rank": 10}) + "\n")
     (tmp_path / "list.2").write_text(json.dumps({**line, "rank": 2}) + "\n" + '{"step": 5, "ra')
     assert [(entry.rank, entry.step) for entry in read_digests(tmp_path / "list")] == [(2, 4), (10, 4)]
+
+
+def test_what_clients_said_may_be_missing_is_found_in_the_output(tmp_path: Path) -> None:
+    """Each finding once, whatever the script's logging puts before it."""
+    for launch, text in (("1", "WARNING rank 0: this may be missing from snapshots: 1 buffers: a\nx\n"), ("2", "y\n")):
+        (tmp_path / "launches" / launch).mkdir(parents=True)
+        (tmp_path / "launches" / launch / "0.err").write_text(text * 2)
+    assert read_audits(tmp_path) == ("1 buffers: a",)
 
 
 def test_a_damaged_digest_line_is_an_error_with_its_place(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.chaos.scenario import Fault, Moment, Target
+from ckptd.chaos.scenario import Expectation, Fault, Moment, Target
 from ckptd.chaos.scenario_reader import ScenarioError, load, parse, scenario_names
 
 GOOD = """\
@@ -27,6 +27,8 @@ at = { step = 12 }
 restored_from = ["memory"]
 restored_step = "fault"
 relaunches = [2, 2]
+lost_steps_max = 4
+recovery_s_max = 120
 """
 
 
@@ -40,6 +42,8 @@ def test_a_scenario_says_whom_what_and_when() -> None:
     )
     assert read.expect.restored_from == ("memory",)
     assert read.expect.relaunches == (2, 2)
+    assert (read.expect.lost_steps_max, read.expect.recovery_s_max) == (4, 120)
+    assert parse(GOOD.partition("[expect]")[0], name="x", source="x.toml").expect == Expectation()
 
 
 @pytest.mark.parametrize(
@@ -55,6 +59,8 @@ def test_a_scenario_says_whom_what_and_when() -> None:
         ("{ step = 12 }", '{ step = 12, event = "x" }', 14, "exactly one of step, event, failpoint"),
         ("{ step = 12 }", '{ failpoint = "x" }', 14, "a failpoint kills or stops an agent"),
         ('restored_from = ["memory"]', 'restored_from = ["moon"]', 17, "memory, mixed, store"),
+        ("lost_steps_max = 4", "lost_steps_max = -1", 20, "lost_steps_max is a whole number from 0, not -1"),
+        ("recovery_s_max = 120", 'recovery_s_max = "2m"', 21, "recovery_s_max is a whole number from 0, not '2m'"),
         ("[expect]", "[expects]", 16, "unknown key 'expects'; allowed: title, proves, needs, failpoints, fault"),
     ],
 )

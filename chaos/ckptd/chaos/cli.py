@@ -22,8 +22,11 @@ from ckptd.chaos.cache import default_cache
 from ckptd.chaos.cluster.launcher import MOST_NODES
 from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.conductor import Limits
-from ckptd.chaos.history import Event
+from ckptd.chaos.evidence import EvidenceError
+from ckptd.chaos.progress import Progress
 from ckptd.chaos.report import render
+from ckptd.chaos.reports.rebuild import rebuild
+from ckptd.chaos.reports.write import PAGE
 from ckptd.chaos.scenario_reader import ScenarioError, load, scenario_names
 from ckptd.chaos.schedule import ScheduleError
 from ckptd.chaos.trial import Stage, run_trial
@@ -37,8 +40,6 @@ app = typer.Typer(
 )
 
 _USAGE = 2
-_TOLD = ("launched", "restored", "fault", "agent_died", "node_replaced", "exited", "fenced", "adopted", "deadline")
-_SHOWN = ("launch", "step", "tier", "do", "target", "fired", "note", "agent", "code", "codes", "node", "by", "what")
 
 
 def _list_scenarios(*, wanted: bool) -> None:
@@ -80,6 +81,10 @@ def run(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     cached: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep the undisturbed run.")] = True,
+    twice: Annotated[
+        bool,
+        typer.Option("--twice/--once", help="Do the undisturbed run twice, to see that the script is deterministic."),
+    ] = True,
     timeout: Annotated[float, typer.Option(min=1, help="Bound of each run, seconds.")] = 600.0,
 ) -> None:
     """Run SCRIPT under a scenario: 0 pass, 1 fail, 3 unknown, 2 wrong usage."""
@@ -96,41 +101,58 @@ def run(
     if any(folder.iterdir()):
         _refuse(f"--out {folder} is not empty; name a new folder")
     console = Console(stderr=as_json)
+    progress = Progress(console)
     stage = Stage(
         nnodes=nnodes,
         nproc=nproc,
         command=tuple(command),
         out=folder,
         limits=Limits(run=timedelta(seconds=timeout), relaunches=len(read.faults) + 3),
-        observe=lambda name, event: _tell(console, name, event),
+        observe=progress.see,
     )
     try:
-        report = run_trial(
-            stage,
-            read,
-            store=store,
-            seed=secrets.randbelow(1 << 31) if seed is None else seed,
-            cache_folder=default_cache() if cached else None,
-        )
+        with progress:
+            report = run_trial(
+                stage,
+                read,
+                store=store,
+                seed=secrets.randbelow(1 << 31) if seed is None else seed,
+                cache_folder=default_cache() if cached else None,
+                twice=twice,
+            )
     except ScheduleError as error:
         _refuse(str(error))
-    text = json.dumps(report.to_dict(), indent=1)
-    (folder / "report.json").write_text(text + "\n", encoding="utf-8")
     if as_json:
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(json.dumps(report.to_dict(), indent=1) + "\n")
     else:
         render(report, console)
     if out is None and report.verdict is Verdict.PASS:
         shutil.rmtree(folder, ignore_errors=True)
         console.print("the evidence of a pass is removed; --out keeps it", style="dim")
+    else:
+        console.print(f"page: {folder / PAGE}", soft_wrap=True, markup=False, highlight=False)
     raise typer.Exit(report.verdict.exit_code)
 
 
-def _tell(console: Console, run_name: str, event: Event) -> None:
-    who = event.source.partition(" ")[0]
-    if event.kind in _TOLD and who != "client" and (event.kind == "restored") <= (who == "script"):
-        fields = " ".join(f"{k}={v}" for k, v in event.fields.items() if k in _SHOWN and v not in (None, ""))
-        console.print(f"{run_name}: {event.source}: {event.kind} {fields}", style="dim", markup=False, highlight=False)
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="Evidence of a trial (--out of run), or a folder with several.")],
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Judge saved evidence anew and rewrite its pages; exit codes as for run."""
+    try:
+        written = rebuild(folder)
+    except EvidenceError as error:
+        _refuse(str(error))
+    if as_json:
+        sys.stdout.write((folder / "report.json").read_text(encoding="utf-8"))
+    else:
+        console = Console()
+        if len(written.reports) == 1:
+            render(written.reports[0], console)
+        console.print(f"{written.page}", soft_wrap=True, markup=False, highlight=False)
+    raise typer.Exit(written.verdict.exit_code)
 
 
 def _refuse(text: str) -> NoReturn:

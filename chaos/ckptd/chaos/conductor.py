@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from ckptd.chaos.cluster.cluster import Cluster, Launch
@@ -54,6 +54,7 @@ class Performance:
         agent_ends: Exit code of each agent that was asked to end; None where it had to be killed.
         leaks: Processes and folders that were left.
         shared: Files left in the nodes' shared memory before it was removed, in bytes, by node and file.
+        left_files: What agents that had ended in order left and should not have: sockets, strange files, by node.
     """
 
     history: History
@@ -64,6 +65,7 @@ class Performance:
     agent_ends: Mapping[str, int | None]
     leaks: tuple[str, ...]
     shared: Mapping[str, Mapping[str, int]]
+    left_files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Conductor:
@@ -115,6 +117,11 @@ class Conductor:
             self._settle()
             shared = {node.place.name: node.shared_bytes() for node in self._cluster.nodes}
             ends = self._cluster.end_agents()
+            left = {
+                n.place.name: files
+                for n in self._cluster.nodes
+                if (files := n.left_files()) and ends.get(n.source) == 0
+            }
             self._notice()
         finally:
             self._cluster.close()
@@ -127,6 +134,7 @@ class Conductor:
             agent_ends=ends,
             leaks=tuple(self._cluster.leaks()),
             shared=shared,
+            left_files=left,
         )
 
     def _conduct(self, launch: Launch) -> tuple[Launch, str]:

@@ -7,12 +7,17 @@ are the script's own work on its live tensors and objects; nothing of ckptd goes
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ckptd.chaos.history import History
-from ckptd.chaos.root import DecisionFact, RootFacts
+from ckptd.chaos.plain import from_plain
+from ckptd.chaos.root import RootFacts
+
+# The client's warning at the first save, wherever the script's logging puts it.
+_AUDIT = re.compile(r"this may be missing from snapshots: (.+)")
 
 
 class EvidenceError(Exception):
@@ -46,11 +51,15 @@ class Evidence:
         losses: (step, hex float) in the order they were printed, over all launches.
         digests: In the order of the files, rank by rank.
         root: What its root says; None where nobody looked.
+        rates: (step, hex float) of learning rates, where the script prints them, in the order of the losses.
+        audit: What clients said may be missing from snapshots, each once.
     """
 
     losses: tuple[tuple[int, str], ...] = ()
     digests: tuple[DigestList, ...] = ()
     root: RootFacts | None = field(default=None)
+    rates: tuple[tuple[int, str], ...] = ()
+    audit: tuple[str, ...] = ()
 
     def last_step(self) -> int | None:
         """Return the highest step printed."""
@@ -69,17 +78,11 @@ class Evidence:
         """
         try:
             told = json.loads(text)
-            root = told["root"]
-            if root is not None:
-                root["decisions"] = tuple(DecisionFact(**fact) for fact in root["decisions"])
-                root["listed"] = tuple((step, timeline) for step, timeline in root["listed"])
-                root["timelines"], root["problems"] = tuple(root["timelines"]), tuple(root["problems"])
-            return cls(
-                losses=tuple((step, loss) for step, loss in told["losses"]),
-                digests=tuple(DigestList(**entry) for entry in told["digests"]),
-                root=None if root is None else RootFacts(**root),
-            )
-        except (ValueError, KeyError, TypeError) as error:
+            # An entry without one of these was written by something else.
+            evidence = from_plain(cls, {key: told[key] for key in ("losses", "digests", "root")} | told)
+            assert isinstance(evidence, cls)
+            return evidence
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise EvidenceError(f"the evidence cannot be read: {error!r}") from None
 
 
@@ -90,6 +93,24 @@ def losses_of(history: History) -> tuple[tuple[int, str], ...]:
         for event in history.of("step", source="script")
         if event.step is not None
     )
+
+
+def rates_of(history: History) -> tuple[tuple[int, str], ...]:
+    """Return the learning rates that the script printed."""
+    return tuple(
+        (event.step, str(event.fields["lr"]))
+        for event in history.of("step", source="script")
+        if event.step is not None and "lr" in event.fields
+    )
+
+
+def read_audits(run: Path) -> tuple[str, ...]:
+    """Return what the clients of a run complained of in their output: things that may be missing from snapshots."""
+    found: dict[str, None] = {}
+    for path in sorted(run.glob("launches/*/*.err")):
+        for match in _AUDIT.finditer(path.read_text(encoding="utf-8", errors="replace")):
+            found[match[1].strip()] = None
+    return tuple(found)
 
 
 def read_digests(prefix: Path) -> tuple[DigestList, ...]:

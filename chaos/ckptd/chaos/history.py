@@ -5,7 +5,7 @@ Owns: the value of an event, the reading of event logs and of the script's outpu
 "script N" (its output) and "harness" (what we did ourselves).
 
 Events of the harness: launched, exited, fault, agent_died, agent_started, node_replaced, woken, deadline.
-Events of the script: step (step, loss), restored (step, tier).
+Events of the script: step (step, loss, and lr if it is printed), restored (step, tier).
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import merge
 from typing import Any
 
 # `12:`-like prefixes come from launchers that mark each line with its rank.
-_STEP = re.compile(r"(?:^|\s)step (\d+) loss (\S+)\s*$")
+_STEP = re.compile(r"(?:^|\s)step (\d+) loss (\S+)(?: lr (\S+))?\s*$")
 _RESTORED = re.compile(r"(?:^|\s)restored step=(\d+) tier=(\w+)")
 
 
@@ -53,9 +54,12 @@ class History:
 
     def __init__(self) -> None:
         self._events: list[Event] = []
+        # Positions by kind: most questions are about a few of very many events.
+        self._by_kind: dict[str, list[int]] = {}
 
     def add(self, event: Event) -> Event:
         """Append an event and return it."""
+        self._by_kind.setdefault(event.kind, []).append(len(self._events))
         self._events.append(event)
         return event
 
@@ -78,11 +82,11 @@ class History:
         before: float | None = None,
     ) -> list[Event]:
         """Return the events of these kinds, in order; `source` is a whole source or its first word."""
+        positions = merge(*(self._by_kind.get(kind, ()) for kind in dict.fromkeys(kinds)))
         return [
             event
-            for event in self._events
-            if event.kind in kinds
-            and (source is None or event.source == source or event.source.partition(" ")[0] == source)
+            for event in map(self._events.__getitem__, positions)
+            if (source is None or event.source == source or event.source.partition(" ")[0] == source)
             and (after is None or event.t >= after)
             and (before is None or event.t <= before)
             and (where is None or where(event))
@@ -91,6 +95,29 @@ class History:
     def last(self, *kinds: str, source: str | None = None, before: float | None = None) -> Event | None:
         """Return the newest such event by time, None if there is none."""
         return max(self.of(*kinds, source=source, before=before), key=lambda event: event.t, default=None)
+
+    def to_lines(self) -> str:
+        """Return the events as JSON lines, in order; `from_lines` reads them."""
+        return "".join(
+            json.dumps({"t": event.t, "source": event.source, "kind": event.kind, "fields": dict(event.fields)}) + "\n"
+            for event in self._events
+        )
+
+    @classmethod
+    def from_lines(cls, text: str) -> History:
+        """Return the history that `to_lines` wrote.
+
+        Raises:
+            ValueError: Names the line that cannot be read.
+        """
+        history = cls()
+        for number, line in enumerate(text.splitlines(), start=1):
+            try:
+                told = json.loads(line)
+                history.add(Event(**{**told, "fields": dict(told["fields"])}))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"line {number} is no event: {error!r}") from None
+        return history
 
 
 def step_in_flight(history: History, t: float) -> int | None:
@@ -112,7 +139,8 @@ def parse_event(line: str, source: str) -> Event | None:
 def parse_output(line: str, source: str, t: float) -> Event | None:
     """Return the event that a line of the script's output tells; None for any other line."""
     if found := _STEP.search(line):
-        return Event(t=t, source=source, kind="step", fields={"step": int(found[1]), "loss": found[2]})
+        rate = {} if found[3] is None else {"lr": found[3]}
+        return Event(t=t, source=source, kind="step", fields={"step": int(found[1]), "loss": found[2], **rate})
     if found := _RESTORED.search(line):
         return Event(t=t, source=source, kind="restored", fields={"step": int(found[1]), "tier": found[2]})
     return None

@@ -6,7 +6,8 @@ Owns: how a verdict is told. Invariant: every report holds the seed and the line
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from ckptd.chaos.accounts import Account
-from ckptd.chaos.verdict import Finding, Verdict
+from ckptd.chaos.diagnosis import Diagnosis
+from ckptd.chaos.figures import Figure
+from ckptd.chaos.verdict import FailureClass, Finding, Verdict, failure_counts, worst
 
 _COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNKNOWN: "yellow"}
 
@@ -38,6 +41,11 @@ class Report:
         launches: How often the hurt job was started.
         verdict: Over all findings.
         seconds: The whole trial took.
+        proves: The promise that is at stake.
+        begun: When it began, seconds since the epoch.
+        versions: Of what ran.
+        diagnosis: Where the hurt run diverged first, and advice; None if it did not.
+        figures: Distributions of stall, durability lag, restore and recovery time.
     """
 
     scenario: str
@@ -53,6 +61,11 @@ class Report:
     launches: int = 0
     verdict: Verdict = Verdict.UNKNOWN
     seconds: float = 0.0
+    proves: str = ""
+    begun: float = 0.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    diagnosis: Diagnosis | None = None
+    figures: tuple[Figure, ...] = ()
 
     @property
     def replay(self) -> str:
@@ -62,8 +75,23 @@ class Report:
         return shlex.join(["ckptd", "chaos", "run", self.scenario, *options, "--", *self.command])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values for JSON."""
-        return asdict(self) | {"out": str(self.out), "command": list(self.command), "replay": self.replay}
+        """Return the report as plain values for JSON; failed checks by class are added as `failures`."""
+        told = asdict(self) | {"out": str(self.out), "command": list(self.command), "replay": self.replay}
+        told["failures"] = {str(failure): count for failure, count in self.failures().items()}
+        told["headline"] = self.headline()
+        return told
+
+    def failures(self) -> dict[FailureClass, int]:
+        """Return how many checks failed, by class, the worst class first."""
+        return failure_counts(self.findings)
+
+    def headline(self) -> str:
+        """Return in one sentence what broke and where; for a pass, what was hurt."""
+        first = worst(self.findings)
+        if first is None:
+            count = sum(account.fired for account in self.accounts)
+            return f"{count} fault{'s' * (count != 1)}, {self.launches} launches, every check passed"
+        return f"{first.failure or 'nothing proved'}: {first.text}"
 
 
 def render(report: Report, console: Console) -> None:
@@ -75,8 +103,11 @@ def render(report: Report, console: Console) -> None:
     table = Table(box=None, show_header=False, padding=(0, 1))
     for finding in report.findings:
         colour = _COLOURS[finding.verdict]
-        table.add_row(f"[{colour}]{finding.verdict}[/{colour}]", finding.check, escape(finding.text))
+        text = escape(finding.text if finding.failure is None else f"{finding.failure}: {finding.text}")
+        table.add_row(f"[{colour}]{finding.verdict}[/{colour}]", finding.check, text)
     console.print(table)
+    if report.diagnosis is not None:
+        console.print(f"likely: {report.diagnosis.cause}: {report.diagnosis.advice}", markup=False, highlight=False)
     colour = _COLOURS[report.verdict]
     console.print(f"[bold {colour}]{report.verdict}[/bold {colour}] in {report.seconds:.0f} s; evidence: {report.out}")
     if report.verdict is not Verdict.PASS:

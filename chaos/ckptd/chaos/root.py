@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import blake3
 
+from ckptd.chaos.leftovers import leftovers, temporary_files
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.index import chunk_refs, read_index
 from ckptd.daemon.keys import ClaimKey, IndexKey, StepId, parse_key, parse_record_key
@@ -55,6 +56,11 @@ class RootFacts:
         keep_every: Retention's; 0 is off.
         problems: What contradicts "one cut" or cannot be read, each a sentence.
         checked_bytes: Chunk bytes whose digest was checked.
+        objects: All objects.
+        garbage: How many of them a sweep would delete.
+        unaccounted: Objects and files that would stay though nothing needs them.
+        sweep_takes_needed: Objects that a sweep would delete though the newest record needs them.
+        sweep_error: Why a sweep would not run; empty if it would.
     """
 
     timelines: tuple[str, ...] = ()
@@ -65,6 +71,11 @@ class RootFacts:
     keep_every: int = 0
     problems: tuple[str, ...] = ()
     checked_bytes: int = 0
+    objects: int = 0
+    garbage: int = 0
+    unaccounted: tuple[str, ...] = ()
+    sweep_takes_needed: tuple[str, ...] = ()
+    sweep_error: str = ""
 
     def state_digests(self) -> dict[int, str]:
         """Return the state digest of every listed step."""
@@ -79,7 +90,8 @@ def read_root(url: str, variables: Mapping[str, str]) -> RootFacts:
         StorageError: The store cannot be reached.
     """
     with _environment(variables), open_store(url) as store:
-        return facts_of(store)
+        facts = facts_of(store)
+    return replace(facts, unaccounted=(*facts.unaccounted, *temporary_files(url)))
 
 
 def facts_of(store: ObjectStore) -> RootFacts:
@@ -109,12 +121,20 @@ def facts_of(store: ObjectStore) -> RootFacts:
         for decision in decisions_of(record)
     }
     chunks = _Chunks(store)
+    refs: set[str] = set()
     for entry in newest.keeps:
         found = committed.get((entry.step, entry.timeline))
         if found is None:
             problems.append(f"step {entry.step} of {entry.timeline} is listed, but no record decides it")
         else:
-            problems += _cut_problems(store, StepId.of(entry), found, chunks)
+            problems += _cut_problems(store, StepId.of(entry), found, chunks, refs)
+    bad = [entry.step for entry in newest.quarantined]
+    for ref in bad:
+        if (found := committed.get((ref.step, ref.timeline))) is not None:
+            # What is wrong with it is known: only what it refers to is asked.
+            _cut_problems(store, StepId.of(ref), found, chunks, refs)
+    kept = {StepId.of(ref) for ref in [*newest.keeps, *bad]}
+    left = leftovers(store, parse_record_key(newest_key), kept=kept, refs=refs)
     return RootFacts(
         timelines=tuple(timelines),
         decisions=tuple(_fact(decision, key) for _, key, record in records for decision in decisions_of(record)),
@@ -124,6 +144,11 @@ def facts_of(store: ObjectStore) -> RootFacts:
         keep_every=newest.retention.keep_every,
         problems=tuple(problems),
         checked_bytes=chunks.checked_bytes,
+        objects=left.objects,
+        garbage=left.garbage,
+        unaccounted=left.unaccounted,
+        sweep_takes_needed=left.sweep_takes_needed,
+        sweep_error=left.sweep_error,
     )
 
 
@@ -152,11 +177,12 @@ class _Chunks:
         return "" if blake3.blake3(data).digest() == digest else f"{key}: the bytes do not have their digest"
 
 
-def _cut_problems(store: ObjectStore, step: StepId, committed: Committed, chunks: _Chunks) -> list[str]:
-    """Return what speaks against a step being whole and of one cut."""
+def _cut_problems(store: ObjectStore, step: StepId, committed: Committed, chunks: _Chunks, refs: set[str]) -> list[str]:
+    """Return what speaks against a step being whole and of one cut; add to `refs` the keys that it refers to."""
     problems, ranks = [], []
     for ref in committed.indexes:
         key = parse_key(ref.key)
+        refs.add(ref.key)
         if not isinstance(key, IndexKey) or key.id != step:
             problems.append(f"step {step}: its decision names {ref.key}, which is of another step")
             continue
@@ -168,6 +194,7 @@ def _cut_problems(store: ObjectStore, step: StepId, committed: Committed, chunks
         if (header.step, header.timeline, header.world) != (step.step, str(step.timeline), committed.world):
             problems.append(f"step {step}: {ref.key} is of step {header.step} of {header.timeline}")
         ranks += sorted(sections)
+        refs |= {chunk.key for section in sections.values() for chunk in chunk_refs(section)}
         wrong = [
             chunks.problem(chunk.key, chunk.digest, chunk.length)
             for section in sections.values()

@@ -68,6 +68,8 @@ class Expectation:
         committed: "fault": the step that was in flight at the first fault is listed in the end, saved by that run.
         relaunches: Fewest and most launches after the first one; None: as many as faults that end a launch.
         fenced: A process that was stopped and woken reports that it is fenced.
+        lost_steps_max: Most steps that may be trained again after each fault; None: any number.
+        recovery_s_max: Longest time from each fault to the next trained step, seconds; None: any.
     """
 
     restored_from: tuple[str, ...] = ()
@@ -75,6 +77,8 @@ class Expectation:
     committed: str | None = None
     relaunches: tuple[int, int] | None = None
     fenced: bool = False
+    lost_steps_max: int | None = None
+    recovery_s_max: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -154,7 +154,15 @@ class _Reader:
             committed=self._choice(table, "committed", ("fault",), "expect.committed"),
             relaunches=(relaunches[0], relaunches[1]) if relaunches is not None else None,
             fenced=fenced,
+            lost_steps_max=self._bound(table, "lost_steps_max"),
+            recovery_s_max=self._bound(table, "recovery_s_max"),
         )
+
+    def _bound(self, table: Mapping[str, object], key: str) -> int | None:
+        value = table.get(key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+            raise self._error(f"expect.{key}", f"{key} is a whole number from 0, not {value!r}")
+        return value
 
     def _table(
         self, table: Mapping[str, object], key: str, allowed: tuple[str, ...], where: str = ""

@@ -1,7 +1,7 @@
 """A trial: the script once undisturbed, once hurt, and the verdict.
 
 Owns: the order of things and the folders of a trial. Does not own: how a run is led (`conductor`) nor what is right
-(`checkers`). `perform` is also what a program of its own uses to lead single runs (see examples/demo.py).
+(`judging`). `perform` is also what a program of its own uses to lead single runs (see examples/demo.py).
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptd.chaos import cache
-from ckptd.chaos.accounts import accounts
-from ckptd.chaos.checkers import check
-from ckptd.chaos.checkers.case import Case
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.cluster.launcher import Launcher, Torchrun
 from ckptd.chaos.cluster.node import AGENT_COMMAND
 from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.cluster.store import Store, open_store
 from ckptd.chaos.conductor import Conductor, Limits, Performance
-from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, read_digests
+from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, rates_of, read_audits, read_digests
 from ckptd.chaos.history import Event
+from ckptd.chaos.judging import judge, nondeterminism
+from ckptd.chaos.record import Record, save_record, versions
 from ckptd.chaos.report import Report
+from ckptd.chaos.reports.write import write_report
 from ckptd.chaos.root import RootFacts, read_root
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.schedule import PlannedFault, schedule
-from ckptd.chaos.verdict import Finding, Verdict, overall
 from ckptd.storage_backends.errors import StorageError
 
 JOB = "chaos"
@@ -98,14 +97,22 @@ def perform(
     try:
         performance = conductor.perform()
         facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
-        evidence = Evidence(losses=losses_of(performance.history), digests=read_digests(digests), root=facts)
+        evidence = Evidence(
+            losses=losses_of(performance.history),
+            digests=read_digests(digests),
+            root=facts,
+            rates=rates_of(performance.history),
+            audit=read_audits(folder),
+        )
     except (ProcessError, EvidenceError, StorageError) as error:
         raise TrialError(f"the {name} run cannot be judged: {error}") from error
     return performance, evidence
 
 
-def run_trial(stage: Stage, scenario: Scenario, *, store: str, seed: int, cache_folder: Path | None) -> Report:
-    """Run a scenario and judge it.
+def run_trial(
+    stage: Stage, scenario: Scenario, *, store: str, seed: int, cache_folder: Path | None, twice: bool = False
+) -> Report:
+    """Run a scenario, judge it, and write evidence and report into the stage's folder.
 
     Args:
         stage: Where.
@@ -113,50 +120,69 @@ def run_trial(stage: Stage, scenario: Scenario, *, store: str, seed: int, cache_
         store: "local" or "s3".
         seed: Decides what the scenario leaves open.
         cache_folder: Where undisturbed runs are kept; None: run it anew, and keep nothing.
+        twice: Do the undisturbed run twice and compare, unless one that was done twice is kept: a script that is not
+            deterministic gives unknown.
 
     Raises:
         ScheduleError: The scenario does not fit the number of nodes and ranks.
+        OSError: Evidence or report cannot be written.
     """
     faults = schedule(scenario, nnodes=stage.nnodes, nproc=stage.nproc, seed=seed)
     begun = time.monotonic()
-    report = Report(
-        scenario=scenario.name,
-        title=scenario.title,
+    record = Record(
+        scenario=scenario,
         nnodes=stage.nnodes,
         nproc=stage.nproc,
         store=store,
         seed=seed,
         command=stage.command,
-        out=stage.out,
+        begun=round(time.time(), 3),
+        versions=versions(),
     )
     try:
         with open_store(store, stage.out / "store") as opened:
-            undisturbed = _undisturbed(stage, opened, store, cache_folder)
-            performance, hurt = perform(
-                stage, opened, "hurt", faults=faults, agent_failpoints=scenario.agent_failpoints
-            )
-        told = tuple(accounts(performance, nproc=stage.nproc))
-        case = Case(scenario=scenario, undisturbed=undisturbed, hurt=hurt, performance=performance, accounts=told)
-        report = replace(report, findings=tuple(check(case)), accounts=told, launches=performance.launches)
+            undisturbed, repeat = _undisturbed(stage, opened, store, cache_folder, twice=twice)
+            record = replace(record, undisturbed=undisturbed, repeat=repeat)
+            if not nondeterminism(record):
+                performance, hurt = perform(
+                    stage, opened, "hurt", faults=faults, agent_failpoints=scenario.agent_failpoints
+                )
+                record = replace(record, performance=performance, hurt=hurt)
     except (TrialError, RuntimeError, TimeoutError, OSError) as error:
-        finding = Finding(check="trial", verdict=Verdict.UNKNOWN, text=str(error))
-        report = replace(report, findings=(finding,))
-    return replace(report, verdict=overall(report.findings), seconds=round(time.monotonic() - begun, 3))
+        record = replace(record, problem=str(error) or repr(error))
+    record = replace(record, seconds=round(time.monotonic() - begun, 3))
+    save_record(record, stage.out)
+    report = judge(record, stage.out)
+    write_report(report, record)
+    return report
 
 
-def _undisturbed(stage: Stage, store: Store, kind: str, cache_folder: Path | None) -> Evidence:
-    key = ""
-    if cache_folder is not None:
-        code = cache.code_digest(Path(stage.command[0]))
-        key = cache.cache_key(stage.command, nnodes=stage.nnodes, nproc=stage.nproc, store=kind, code=code)
-        if (known := cache.load(cache_folder, key)) is not None:
-            return known
-    performance, evidence = perform(stage, store, "undisturbed")
+def _undisturbed(
+    stage: Stage, store: Store, kind: str, cache_folder: Path | None, *, twice: bool
+) -> tuple[Evidence, Evidence | None]:
+    """Return the evidence of an undisturbed run, and of a second one where two are wanted."""
+    if cache_folder is None:
+        first = _perform_undisturbed(stage, store, "undisturbed")
+        return first, _perform_undisturbed(stage, store, "repeat") if twice else None
+    code = cache.code_digest(Path(stage.command[0]))
+    key = cache.cache_key(stage.command, nnodes=stage.nnodes, nproc=stage.nproc, store=kind, code=code)
+    known, again = cache.load(cache_folder, key), cache.load(cache_folder, f"{key}-repeat")
+    if known is not None and again is not None:
+        return known, again
+    if known is None:
+        known = _perform_undisturbed(stage, store, "undisturbed")
+        cache.save(cache_folder, key, known)
+    if twice:
+        again = _perform_undisturbed(stage, store, "repeat")
+        cache.save(cache_folder, f"{key}-repeat", again)
+    return known, again
+
+
+def _perform_undisturbed(stage: Stage, store: Store, name: str) -> Evidence:
+    performance, evidence = perform(stage, store, name)
     if not performance.finished or performance.launches != 1:
         why = performance.why or _first_death(performance)
         raise TrialError(f"the script does not get through undisturbed: {why}")
-    if cache_folder is not None:
-        cache.save(cache_folder, key, evidence)
     return evidence
 
 

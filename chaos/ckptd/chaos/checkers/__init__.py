@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptd.chaos.checkers import bits, expectations, promises
+from ckptd.chaos.checkers import bits, bounds, expectations, fencing, leaks, promises, restores
 from ckptd.chaos.checkers.case import Case
-from ckptd.chaos.verdict import Finding, Verdict
+from ckptd.chaos.verdict import Finding
 
 CHECKS: tuple[Callable[[Case], Finding], ...] = (
+    bits.deterministic,
     promises.finished,
+    promises.no_hang,
     promises.faults_fired,
     bits.same_end,
     bits.same_losses,
@@ -17,9 +19,14 @@ CHECKS: tuple[Callable[[Case], Finding], ...] = (
     bits.same_state_digests,
     promises.one_cut,
     promises.acknowledged_kept,
+    restores.restored_newest,
     promises.one_decision,
+    fencing.zombie_without_effect,
     promises.deaths_explained,
-    promises.no_leaks,
+    leaks.no_leaks,
+    leaks.objects_accounted,
+    bounds.lost_work,
+    bounds.recovery_time,
     expectations.expected_restores,
     expectations.expected_commit,
     expectations.expected_relaunches,
@@ -37,5 +44,4 @@ def _guarded(checker: Callable[[Case], Finding], case: Case) -> Finding:
     try:
         return checker(case)
     except Exception as error:
-        text = f"the checker itself failed: {error!r}"
-        return Finding(check=checker.__name__, verdict=Verdict.UNKNOWN, text=text)
+        return Finding.unknown(checker.__name__, f"the checker itself failed: {error!r}")

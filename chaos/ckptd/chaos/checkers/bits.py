@@ -6,11 +6,42 @@ does not tell cannot be compared and is no failure; `something_was_compared` see
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ckptd.chaos.checkers.case import Case
-from ckptd.chaos.evidence import DigestList
-from ckptd.chaos.verdict import Finding, Verdict
+from ckptd.chaos.checkers.divergence import classify, first_difference, wrong_names
+from ckptd.chaos.evidence import DigestList, Evidence
+from ckptd.chaos.launches import beside
+from ckptd.chaos.verdict import FailureClass, Finding
+
+
+def deterministic(case: Case) -> Finding:
+    """The script says the same in two undisturbed runs; where it does not, nothing can be judged, and the verdict is unknown."""
+    if case.repeat is None:
+        return Finding.passed("deterministic", "the undisturbed run was done once and not compared with itself")
+    if difference := self_difference(case.undisturbed, case.repeat):
+        return Finding.unknown("deterministic", f"the script is not deterministic: {difference}")
+    count = len(case.repeat.losses) + sum(len(entry.sha256) for entry in case.repeat.digests)
+    return Finding.passed("deterministic", f"two undisturbed runs are equal in {count} losses and SHA-256", count)
+
+
+def self_difference(first: Evidence, second: Evidence) -> str:
+    """Return how two undisturbed runs differ: the first step, and the first tensors; "" if they do not."""
+    one, other = dict(first.losses), dict(second.losses)
+    losses = [step for step in sorted(one.keys() | other.keys()) if one.get(step) != other.get(step)]
+    entry = first_difference(first.digests, second.digests)
+    told = []
+    if losses:
+        told.append((losses[0], f"step {losses[0]}, loss {one.get(losses[0])} and {other.get(losses[0])}"))
+    if entry is not None:
+        held = next(e for e in first.digests if (e.step, e.rank, e.when) == (entry.step, entry.rank, "step"))
+        told.append((entry.step, f"step {entry.step}, rank {entry.rank}: {_names(wrong_names(held, entry))}"))
+    if not told and first.root is not None and second.root is not None:
+        digests, others = first.root.state_digests(), second.root.state_digests()
+        wrong = sorted(step for step in digests.keys() & others.keys() if digests[step] != others[step])
+        hint = "the state that was saved, though losses and lists are equal: seed python's and numpy's generators too"
+        told += [(step, f"step {step}, {hint}") for step in wrong[:1]]
+    return f"two undisturbed runs differ first at {'; at '.join(text for _, text in sorted(told))}" if told else ""
 
 
 def same_losses(case: Case) -> Finding:
@@ -18,12 +49,14 @@ def same_losses(case: Case) -> Finding:
     expected = dict(case.undisturbed.losses)
     common = [(step, loss) for step, loss in case.hurt.losses if step in expected]
     if expected and not common:
-        return _unknown("same_losses", "the hurt run printed no loss of a step that the undisturbed one printed")
+        return Finding.unknown("same_losses", "the hurt run printed no loss of a step that the undisturbed one printed")
     wrong = [(step, loss) for step, loss in common if loss != expected[step]]
     if wrong:
         step, loss = min(wrong)
-        return _fail("same_losses", f"first at step {step}: {loss} instead of {expected[step]}", len(common))
-    return _pass("same_losses", f"{len(common)} losses equal", len(common))
+        failure, origin = _kind(loss, step, expected)
+        text = f"first at step {step}: {loss} instead of {expected[step]}" + _of(origin)
+        return Finding.failed("same_losses", failure, text, len(common))
+    return Finding.passed("same_losses", f"{len(common)} losses equal", len(common))
 
 
 def same_digests(case: Case) -> Finding:
@@ -31,21 +64,26 @@ def same_digests(case: Case) -> Finding:
     expected = {(entry.step, entry.rank): entry for entry in case.undisturbed.digests if entry.when == "step"}
     common = [entry for entry in case.hurt.digests if (entry.step, entry.rank) in expected]
     if expected and not common:
-        return _unknown("same_digests", "the hurt run left no SHA-256 list of a step that the undisturbed one listed")
-    for entry in sorted(common, key=lambda entry: (entry.step, entry.rank, entry.when)):
-        if difference := _difference(expected[entry.step, entry.rank], entry):
-            return _fail("same_digests", difference, len(common))
+        return Finding.unknown(
+            "same_digests", "the hurt run left no SHA-256 list of a step that the undisturbed one listed"
+        )
+    first = first_difference(case.undisturbed.digests, case.hurt.digests)
+    if first is not None:
+        text = _difference(expected[first.step, first.rank], first)
+        # Another launch may have had the same step right.
+        launch = beside(case.performance.history, case.hurt.digests, first)
+        failure, instead = classify(first, case.undisturbed.digests, launch)
+        return Finding.failed("same_digests", failure, text + (f"; {instead}" if instead else ""), len(common))
     compared = sum(len(entry.sha256) for entry in common)
-    return _pass("same_digests", f"{compared} SHA-256 of tensors and objects equal in {len(common)} lists", compared)
+    text = f"{compared} SHA-256 of tensors and objects equal in {len(common)} lists"
+    return Finding.passed("same_digests", text, compared)
 
 
 def _difference(expected: DigestList, entry: DigestList) -> str:
-    names = sorted(expected.sha256.keys() | entry.sha256.keys())
-    wrong = [name for name in names if expected.sha256.get(name) != entry.sha256.get(name)]
-    if not wrong:
-        return ""
+    wrong = wrong_names(expected, entry)
     where = f"first at step {entry.step}, rank {entry.rank}" + (" right after a restore" * (entry.when == "restore"))
-    first, others = wrong[0], f" (and {len(wrong) - 1} more of {len(names)})" if len(wrong) > 1 else ""
+    total = len(expected.sha256.keys() | entry.sha256.keys())
+    first, others = wrong[0], f" (and {len(wrong) - 1} more of {total})" if len(wrong) > 1 else ""
     if first not in entry.sha256:
         return f"{where}: {first} is missing{others}"
     if first not in expected.sha256:
@@ -56,36 +94,36 @@ def _difference(expected: DigestList, entry: DigestList) -> str:
 def same_state_digests(case: Case) -> Finding:
     """Every step that both roots list has the same state digest."""
     if case.undisturbed.root is None or case.hurt.root is None:
-        return _pass("same_state_digests", "no root was read", 0)
+        return Finding.passed("same_state_digests", "no root was read")
     expected, found = case.undisturbed.root.state_digests(), case.hurt.root.state_digests()
     common = sorted(expected.keys() & found.keys())
     if expected and not common:
-        return _unknown(
+        return Finding.unknown(
             "same_state_digests", f"no step is listed in both roots: {sorted(expected)} and {sorted(found)}"
         )
     for step in common:
         if expected[step] != found[step]:
-            text = f"first at step {step}: {found[step]} instead of {expected[step]}"
-            return _fail("same_state_digests", text, len(common))
-    return _pass("same_state_digests", f"{len(common)} state digests equal: steps {_short(common)}", len(common))
+            failure, origin = _kind(found[step], step, expected)
+            text = f"first at step {step}: {found[step]} instead of {expected[step]}" + _of(origin)
+            return Finding.failed("same_state_digests", failure, text, len(common))
+    text = f"{len(common)} state digests equal: steps {short(common)}"
+    return Finding.passed("same_state_digests", text, len(common))
 
 
 def same_end(case: Case) -> Finding:
     """The hurt run trained every step that the undisturbed one trained, to the same last one."""
     expected, found = ({step for step, _ in evidence.losses} for evidence in (case.undisturbed, case.hurt))
     if not expected:
-        return _unknown("same_end", "the undisturbed run printed no step; the script must print `step N loss HEX`")
+        return Finding.unknown(
+            "same_end", "the undisturbed run printed no step; the script must print `step N loss HEX`"
+        )
     if missing := sorted(expected - found):
-        return _fail("same_end", f"steps {_short(missing)} were never trained", len(expected))
+        failure = FailureClass.LOST_WORK if case.performance.finished else FailureClass.HARD_FAIL
+        return Finding.failed("same_end", failure, f"steps {short(missing)} were never trained", len(expected))
     if more := sorted(found - expected):
-        return _fail("same_end", f"steps {_short(more)} were trained, but not by the undisturbed run", len(expected))
-    return _pass("same_end", f"steps {_short(sorted(expected))} trained", len(expected))
-
-
-def _short(steps: list[int]) -> str:
-    if len(steps) > 2 and steps == list(range(steps[0], steps[-1] + 1)):
-        return f"{steps[0]}..{steps[-1]}"
-    return ", ".join(map(str, steps[:8])) + (", …" if len(steps) > 8 else "")
+        text = f"steps {short(more)} were trained, but not by the undisturbed run"
+        return Finding.failed("same_end", FailureClass.SILENT_DIVERGENCE, text, len(expected))
+    return Finding.passed("same_end", f"steps {short(sorted(expected))} trained", len(expected))
 
 
 def something_was_compared(findings: Iterable[Finding]) -> Finding:
@@ -93,17 +131,28 @@ def something_was_compared(findings: Iterable[Finding]) -> Finding:
     names = ("same_losses", "same_digests", "same_state_digests")
     compared = {finding.check: finding.compared for finding in findings if finding.check in names}
     if any(compared.values()):
-        return _pass("something_was_compared", ", ".join(f"{n} {c}" for n, c in compared.items()), 0)
-    return _unknown("something_was_compared", "neither losses nor SHA-256 lists nor state digests could be compared")
+        return Finding.passed("something_was_compared", ", ".join(f"{n} {c}" for n, c in compared.items()))
+    return Finding.unknown(
+        "something_was_compared", "neither losses nor SHA-256 lists nor state digests could be compared"
+    )
 
 
-def _pass(check: str, text: str, compared: int) -> Finding:
-    return Finding(check=check, verdict=Verdict.PASS, text=text, compared=compared)
+def short(steps: list[int]) -> str:
+    """Return steps as a text: a range, or the first ones."""
+    if len(steps) > 2 and steps == list(range(steps[0], steps[-1] + 1)):
+        return f"{steps[0]}..{steps[-1]}"
+    return ", ".join(map(str, steps[:8])) + (", …" if len(steps) > 8 else "")
 
 
-def _fail(check: str, text: str, compared: int) -> Finding:
-    return Finding(check=check, verdict=Verdict.FAIL, text=text, compared=compared)
+def _kind(found: str, step: int, expected: Mapping[int, str]) -> tuple[FailureClass, int | None]:
+    """Say of one wrong value of a step whether it is another step's."""
+    origin = max((other for other, value in expected.items() if value == found and other != step), default=None)
+    return (FailureClass.SILENT_DIVERGENCE if origin is None else FailureClass.STALE_CONTENT), origin
 
 
-def _unknown(check: str, text: str) -> Finding:
-    return Finding(check=check, verdict=Verdict.UNKNOWN, text=text)
+def _of(origin: int | None) -> str:
+    return "" if origin is None else f", which is that of step {origin}"
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -20,6 +20,7 @@ class Case:
         hurt: Evidence of the other one.
         performance: How that one went.
         accounts: Its faults and what each cost.
+        repeat: Evidence of a second run nobody hurt; None where it was done once.
     """
 
     scenario: Scenario
@@ -27,3 +28,4 @@ class Case:
     hurt: Evidence
     performance: Performance
     accounts: tuple[Account, ...]
+    repeat: Evidence | None = None

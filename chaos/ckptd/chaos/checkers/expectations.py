@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptd.chaos.checkers.case import Case
-from ckptd.chaos.verdict import Finding, Verdict
+from ckptd.chaos.verdict import FailureClass, Finding
 
 
 def expected_restores(case: Case) -> Finding:
@@ -13,30 +13,32 @@ def expected_restores(case: Case) -> Finding:
     expect = case.scenario.expect
     first = case.accounts[0] if case.accounts else None
     if first is None or (not expect.restored_from and expect.restored_step is None):
-        return _finding("expected_restores", "", "nothing special expected")
+        return Finding.passed("expected_restores", "nothing special expected")
     if not first.relaunched:
-        return _finding("expected_restores", "the job was not started again after the first fault")
+        return Finding.failed(
+            "expected_restores", FailureClass.UNEXPECTED_COURSE, "the job was not started again after the first fault"
+        )
     if expect.restored_step == "fault":
         if first.step is None:
             text = "which step was in flight at the fault cannot be told"
-            return Finding(check="expected_restores", verdict=Verdict.UNKNOWN, text=text)
+            return Finding.unknown("expected_restores", text)
         if first.restored_step != first.step:
             text = f"went on from step {first.restored_step}, not from step {first.step}, which was in flight"
-            return _finding("expected_restores", text)
+            return Finding.failed("expected_restores", FailureClass.LOST_WORK, text)
     if expect.restored_from and first.restored_from not in expect.restored_from:
         text = f"restored from {first.restored_from}, not from {' or '.join(expect.restored_from)}"
-        return _finding("expected_restores", text)
-    return _finding("expected_restores", "", f"step {first.restored_step} from {first.restored_from}")
+        return Finding.failed("expected_restores", FailureClass.UNEXPECTED_COURSE, text)
+    return Finding.passed("expected_restores", f"step {first.restored_step} from {first.restored_from}")
 
 
 def expected_commit(case: Case) -> Finding:
     """The step in flight at the first fault is listed, saved by the timeline that it was in flight in."""
     if case.scenario.expect.committed is None:
-        return _finding("expected_commit", "", "nothing special expected")
+        return Finding.passed("expected_commit", "nothing special expected")
     first = case.accounts[0] if case.accounts else None
     if first is None or first.step is None or case.hurt.root is None:
         text = "which step was in flight at the fault, or what the root lists, cannot be told"
-        return Finding(check="expected_commit", verdict=Verdict.UNKNOWN, text=text)
+        return Finding.unknown("expected_commit", text)
     begun = [
         str(event.fields.get("timeline"))
         for event in case.performance.history.of("begun", "staged", source="agent")
@@ -44,35 +46,39 @@ def expected_commit(case: Case) -> Finding:
     ]
     if not begun:
         text = f"no agent tells the timeline of step {first.step}"
-        return Finding(check="expected_commit", verdict=Verdict.UNKNOWN, text=text)
+        return Finding.unknown("expected_commit", text)
     if (first.step, begun[0]) not in case.hurt.root.listed:
-        return _finding("expected_commit", f"step {first.step} of {begun[0]} was in flight and is not listed")
-    return _finding("expected_commit", "", f"step {first.step} of {begun[0]} is listed")
+        text = f"step {first.step} of {begun[0]} was in flight and is not listed"
+        return Finding.failed("expected_commit", FailureClass.LOST_WORK, text)
+    return Finding.passed("expected_commit", f"step {first.step} of {begun[0]} is listed")
 
 
 def expected_relaunches(case: Case) -> Finding:
     """The job was started again as often as the scenario says."""
     count = case.performance.launches - 1
     if case.scenario.expect.relaunches is None:
-        return _finding("expected_relaunches", "", f"{count}, nothing special expected")
+        return Finding.passed("expected_relaunches", f"{count}, nothing special expected")
     fewest, most = case.scenario.expect.relaunches
     if not fewest <= count <= most:
-        return _finding("expected_relaunches", f"{count} relaunches, not {fewest}..{most}")
-    return _finding("expected_relaunches", "", f"{count}")
+        return Finding.failed(
+            "expected_relaunches", FailureClass.UNEXPECTED_COURSE, f"{count} relaunches, not {fewest}..{most}"
+        )
+    return Finding.passed("expected_relaunches", f"{count}")
 
 
 def expected_fencing(case: Case) -> Finding:
     """A woken zombie says that it is fenced, acknowledges nothing, and the newest record is not its own."""
     if not case.scenario.expect.fenced:
-        return _finding("expected_fencing", "", "nothing special expected")
+        return Finding.passed("expected_fencing", "nothing special expected")
     history = case.performance.history
     woken = history.of("fault", source="harness", where=lambda e: e.fields.get("do") == "continue")
     replaced = history.of("node_replaced", source="harness")
     if not woken or not replaced:
-        return Finding(check="expected_fencing", verdict=Verdict.UNKNOWN, text="no zombie was woken")
+        return Finding.unknown("expected_fencing", "no zombie was woken")
     zombie, since = f"agent {replaced[0].fields['node']}", woken[0].t
-    wrong = next(_zombie_sins(case, zombie, since), "")
-    return _finding("expected_fencing", wrong, f"{zombie} was fenced")
+    for wrong in _zombie_sins(case, zombie, since):
+        return Finding.failed("expected_fencing", FailureClass.SPLIT_HISTORY, wrong)
+    return Finding.passed("expected_fencing", f"{zombie} was fenced")
 
 
 def _zombie_sins(case: Case, zombie: str, since: float) -> Iterator[str]:
@@ -85,9 +91,3 @@ def _zombie_sins(case: Case, zombie: str, since: float) -> Iterator[str]:
     root = case.hurt.root
     if claimed and root is not None and str(claimed[-1].fields.get("timeline")) in root.newest:
         yield f"the newest record {root.newest} is the zombie's"
-
-
-def _finding(check: str, wrong: str, right: str = "") -> Finding:
-    if wrong:
-        return Finding(check=check, verdict=Verdict.FAIL, text=wrong)
-    return Finding(check=check, verdict=Verdict.PASS, text=right)

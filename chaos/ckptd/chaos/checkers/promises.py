@@ -1,4 +1,4 @@
-"""Promises that hold in every scenario: one cut, nothing acknowledged lost, one decision a step, no leak, no mystery.
+"""Promises that hold in every scenario: one cut, nothing acknowledged lost, one decision a step, no mystery.
 
 Each function is pure and gives one finding.
 """
@@ -6,31 +6,47 @@ Each function is pure and gives one finding.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 from ckptd.chaos.checkers.case import Case
 from ckptd.chaos.root import RootFacts
-from ckptd.chaos.verdict import Finding, Verdict
+from ckptd.chaos.verdict import FailureClass, Finding
 
 
 def finished(case: Case) -> Finding:
     """The script came to its end, within the deadlines."""
-    why = case.performance.why
     if not case.performance.finished:
-        return _finding("finished", f"the hurt run did not finish: {why}")
-    return _finding("finished", "", f"after {case.performance.launches} launches")
+        text = f"the hurt run did not finish: {case.performance.why}"
+        return Finding.failed("finished", FailureClass.HARD_FAIL, text)
+    return Finding.passed("finished", f"after {case.performance.launches} launches")
+
+
+def no_hang(case: Case) -> Finding:
+    """Every wait of the harness ended within its deadline, and every agent that was asked to end did."""
+    late = case.performance.history.of("deadline", source="harness")
+    if late:
+        text = "; ".join(f"{e.fields.get('what')} did not come within {e.fields.get('seconds')} s" for e in late)
+        return Finding.failed("no_hang", FailureClass.HARD_FAIL, text)
+    stubborn = [source for source, code in case.performance.agent_ends.items() if code is None]
+    if stubborn:
+        text = f"{', '.join(stubborn)} did not end on SIGTERM and had to be killed"
+        return Finding.failed("no_hang", FailureClass.HARD_FAIL, text)
+    times = sorted(event.t for event in case.performance.history)
+    pause = max((later - earlier for earlier, later in pairwise(times)), default=0.0)
+    return Finding.passed("no_hang", f"no deadline was reached; the longest silence was {pause:.1f} s")
 
 
 def faults_fired(case: Case) -> Finding:
     """Every fault was really done, and within its window; one that was not makes the run prove nothing."""
     missing = [f"{a.kind} {a.target} at {a.moment}: {a.note}" for a in case.accounts if not a.fired]
     if missing:
-        return _finding("faults_fired", "did not fire: " + "; ".join(missing))
+        return Finding.failed("faults_fired", FailureClass.FAULT_MISSED, "did not fire: " + "; ".join(missing))
     if not case.accounts:
-        return Finding(check="faults_fired", verdict=Verdict.UNKNOWN, text="nothing was to be done")
+        return Finding.unknown("faults_fired", "nothing was to be done")
     late = [f"{a.kind} {a.target}: {a.late}" for a in case.accounts if a.late]
     if late:
-        return Finding(check="faults_fired", verdict=Verdict.UNKNOWN, text="too late: " + "; ".join(late))
-    return _finding("faults_fired", "", "; ".join(f"{a.kind} {a.target} at {a.moment}" for a in case.accounts))
+        return Finding.unknown("faults_fired", "too late: " + "; ".join(late))
+    return Finding.passed("faults_fired", "; ".join(f"{a.kind} {a.target} at {a.moment}" for a in case.accounts))
 
 
 def deaths_explained(case: Case) -> Finding:
@@ -40,8 +56,9 @@ def deaths_explained(case: Case) -> Finding:
         if not event.fields.get("by_fault"):
             what = f"agent {event.fields.get('agent')}" if event.kind == "agent_died" else "the job"
             code = event.fields.get("code", event.fields.get("codes"))
-            return _finding("deaths_explained", f"{what} died by itself, exit {code}: {event.fields.get('text', '')}")
-    return _finding("deaths_explained", "", f"{len(died)} deaths, all by a fault")
+            text = f"{what} died by itself, exit {code}: {event.fields.get('text', '')}"
+            return Finding.failed("deaths_explained", FailureClass.HARD_FAIL, text)
+    return Finding.passed("deaths_explained", f"{len(died)} deaths, all by a fault")
 
 
 def one_cut(case: Case) -> Finding:
@@ -50,9 +67,12 @@ def one_cut(case: Case) -> Finding:
     looked = [(name, root) for name, root in roots if root is not None]
     problems = [f"{name} run: {problem}" for name, root in looked for problem in root.problems]
     if problems:
-        return _finding("one_cut", f"{problems[0]}" + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""))
+        text = problems[0] + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+        return Finding.failed("one_cut", FailureClass.TORN_SNAPSHOT, text)
     steps = sum(len(root.listed) for _, root in looked)
-    return _finding("one_cut", "", f"{steps} listed steps, {sum(root.checked_bytes for _, root in looked)} bytes read")
+    return Finding.passed(
+        "one_cut", f"{steps} listed steps, {sum(root.checked_bytes for _, root in looked)} bytes read"
+    )
 
 
 def acknowledged_kept(case: Case) -> Finding:
@@ -63,7 +83,8 @@ def acknowledged_kept(case: Case) -> Finding:
     steps = {(event.step, str(event.fields.get("timeline"))) for event in acknowledged if event.step is not None}
     if root is not None and (lost := sorted(_required(steps, root) - set(root.listed))):
         step, timeline = lost[0]
-        return _finding("acknowledged_kept", f"step {step} of {timeline} was acknowledged and is not listed")
+        text = f"step {step} of {timeline} was acknowledged and is not listed"
+        return Finding.failed("acknowledged_kept", FailureClass.LOST_WORK, text)
     for event in history.of("restored", source="script"):
         launch = next(e for e in history.of("launched") if f"script {e.fields['launch']}" == event.source)
         before = max((e.step or 0 for e in acknowledged if e.t < launch.t), default=0)
@@ -71,8 +92,8 @@ def acknowledged_kept(case: Case) -> Finding:
             text = (
                 f"launch {launch.fields['launch']} went on from step {event.step}, but step {before} was acknowledged"
             )
-            return _finding("acknowledged_kept", text)
-    return _finding("acknowledged_kept", "", f"{len(steps)} acknowledged steps")
+            return Finding.failed("acknowledged_kept", FailureClass.LOST_WORK, text)
+    return Finding.passed("acknowledged_kept", f"{len(steps)} acknowledged steps")
 
 
 def _required(steps: set[tuple[int, str]], root: RootFacts) -> set[tuple[int, str]]:
@@ -88,34 +109,16 @@ def one_decision(case: Case) -> Finding:
     """No step of a timeline is both committed and aborted, or committed with two states; none is listed twice."""
     root = case.hurt.root
     if root is None:
-        return _finding("one_decision", "", "no root was read")
+        return Finding.passed("one_decision", "no root was read")
     told: dict[tuple[int, str], set[tuple[bool, str]]] = {}
     for fact in root.decisions:
         told.setdefault((fact.step, fact.timeline), set()).add((fact.committed, fact.state_digest))
     for (step, timeline), answers in sorted(told.items()):
         # A marker of abort may be outvoted by nothing: it stands alone or not at all.
         if len(answers) > 1:
-            return _finding("one_decision", f"step {step} of {timeline} has {len(answers)} different decisions")
+            text = f"step {step} of {timeline} has {len(answers)} different decisions"
+            return Finding.failed("one_decision", FailureClass.SPLIT_HISTORY, text)
     twice = [step for step, count in Counter(step for step, _ in root.listed).items() if count > 1]
     if twice:
-        return _finding("one_decision", f"step {twice[0]} is listed in two timelines")
-    return _finding("one_decision", "", f"{len(told)} decisions")
-
-
-def no_leaks(case: Case) -> Finding:
-    """Agents end when asked, with 0; no process and no shared memory stays behind."""
-    stubborn = [source for source, code in case.performance.agent_ends.items() if code is None]
-    if stubborn:
-        return _finding("no_leaks", f"{', '.join(stubborn)} did not end on SIGTERM and had to be killed")
-    bad = [f"{source} (exit {code})" for source, code in case.performance.agent_ends.items() if code]
-    if bad:
-        return _finding("no_leaks", f"ended badly on SIGTERM: {', '.join(bad)}")
-    if case.performance.leaks:
-        return _finding("no_leaks", f"left behind: {'; '.join(case.performance.leaks)}")
-    return _finding("no_leaks", "", "no process, no shared memory")
-
-
-def _finding(check: str, wrong: str, right: str = "") -> Finding:
-    if wrong:
-        return Finding(check=check, verdict=Verdict.FAIL, text=wrong)
-    return Finding(check=check, verdict=Verdict.PASS, text=right)
+        return Finding.failed("one_decision", FailureClass.SPLIT_HISTORY, f"step {twice[0]} is listed in two timelines")
+    return Finding.passed("one_decision", f"{len(told)} decisions")

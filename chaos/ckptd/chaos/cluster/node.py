@@ -23,6 +23,7 @@ from ckptd.chaos.cluster.process import Leashed
 AGENT_COMMAND = (sys.executable, "-m", "ckptd.daemon.cli", "agent")
 # An agent ends uploads that run; its own bound for that is 30 s.
 _GRACE = timedelta(seconds=40)
+_KEPT = (".slot", ".arena", ".pb")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,11 @@ class Place:
     def socket(self) -> Path:
         """Where the agent listens for its ranks."""
         return self.run_dir / "agent.sock"
+
+    @property
+    def temporary(self) -> Path:
+        """Where the agents' temporary files go, to see that none stays."""
+        return self.run_dir / "tmp"
 
     @property
     def events(self) -> Path:
@@ -88,7 +94,9 @@ class Node:
             "CKPTD_FAILPOINTS": failpoints,
             "CKPTD_FAILPOINT_LOG": str(place.failpoints),
             "CKPTD_EVENT_LOG": str(place.events),
+            "TMPDIR": str(place.temporary),
         }
+        place.temporary.mkdir(exist_ok=True, mode=0o700)
         if self.agent is not None:
             self.agent.kill()
         (place.run_dir / "agent.json").unlink(missing_ok=True)
@@ -186,6 +194,14 @@ class Node:
                 if path.is_file():
                     files[str(path.relative_to(self.place.shm_dir))] = path.stat().st_size
         return files
+
+    def left_files(self) -> tuple[str, ...]:
+        """Return what an agent that ended in order should not have left: sockets, temporary files, strange shared ones."""
+        sockets = [path for path in self.place.run_dir.rglob("*") if path.is_socket()]
+        # Slots, arenas, and what was said of them (plans, snapshots) outlive the agent on purpose: the next takes them over.
+        strange = [path for path in self.place.shm_dir.rglob("*") if path.suffix not in _KEPT and path.is_file()]
+        temporary = list(self.place.temporary.iterdir()) if self.place.temporary.is_dir() else []
+        return tuple(sorted(str(path) for path in [*sockets, *strange, *temporary]))
 
 
 def _rank_of(pid: int) -> int | None:

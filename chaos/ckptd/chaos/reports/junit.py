@@ -1,0 +1,75 @@
+"""Reports as JUnit XML, as build servers read it: a suite per trial, a case per check.
+
+A failed check is a failure with its class as type, an unknown one an error: both make a build red. Times are of the
+whole trial; a check takes none.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable
+from xml.etree import ElementTree as ET
+
+from ckptd.chaos.report import Report
+from ckptd.chaos.verdict import Finding, Verdict
+
+# XML 1.0 knows no other control characters.
+_FORBIDDEN = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def junit(reports: Iterable[Report]) -> str:
+    """Return the XML document of some trials."""
+    suites = [_suite(report) for report in reports]
+    root = ET.Element("testsuites", name="ckptd chaos")
+    for key in ("tests", "failures", "errors"):
+        root.set(key, str(sum(int(suite.get(key, "0")) for suite in suites)))
+    root.set("time", f"{sum(float(suite.get('time', '0')) for suite in suites):.3f}")
+    root.extend(suites)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _suite(report: Report) -> ET.Element:
+    name = f"chaos.{report.scenario}.{report.nnodes}x{report.nproc}.{report.store}.seed{report.seed}"
+    count = {verdict: sum(finding.verdict is verdict for finding in report.findings) for verdict in Verdict}
+    suite = ET.Element(
+        "testsuite",
+        name=_clean(name),
+        tests=str(len(report.findings)),
+        failures=str(count[Verdict.FAIL]),
+        errors=str(count[Verdict.UNKNOWN]),
+        skipped="0",
+        time=f"{report.seconds:.3f}",
+        timestamp=time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(report.begun)),
+        hostname="localhost",
+    )
+    properties = ET.SubElement(suite, "properties")
+    for key, value in (
+        ("verdict", report.verdict),
+        ("seed", report.seed),
+        ("store", report.store),
+        ("nodes", report.nnodes),
+        ("ranks per node", report.nproc),
+        ("replay", report.replay),
+        ("evidence", report.out),
+    ):
+        ET.SubElement(properties, "property", name=key, value=_clean(str(value)))
+    for finding in report.findings:
+        suite.append(_case(finding, name, report.replay))
+    return suite
+
+
+def _case(finding: Finding, suite: str, replay: str) -> ET.Element:
+    case = ET.Element("testcase", classname=_clean(suite), name=_clean(finding.check), time="0")
+    if finding.verdict is Verdict.PASS:
+        ET.SubElement(case, "system-out").text = _clean(finding.text)
+        return case
+    kind = "failure" if finding.verdict is Verdict.FAIL else "error"
+    told = ET.SubElement(case, kind, type=str(finding.failure or "unknown"), message=_clean(finding.text))
+    told.text = _clean(f"{finding.text}\nagain: {replay}")
+    return case
+
+
+def _clean(text: str) -> str:
+    return _FORBIDDEN.sub("\ufffd", text)
