@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 import xxhash
 
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import SlotTrailer
 
 from .copying import copyable
@@ -126,6 +127,7 @@ class Capture:
     def copy_into(self, slot: SlotWriter, plan: SlotPlan) -> Tail:
         """Copy what this rank writes into its slot, and fingerprint what it does not. Returns the tail it wrote."""
         slot.write_tensors(plan, self._views)
+        failpoint("client.before_tail")
         trailer = SlotTrailer()
         trailer.CopyFrom(self._trailer)
         trailer.replica_row.extend(plan.replicas)

@@ -16,13 +16,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
 from ckptd.protos.error_pb2 import REASON_ABORTED, REASON_DEADLINE_EXCEEDED
+from ckptd.protos.failpoints import failpoint
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound, Truncated
 
 from .arena import Arena
 from .chunks import ChunkSpan
 from .errors import CorruptError, DaemonError
-from .failpoints import failpoint
 from .fetched import Extent, Fetched, Run, places, runs
 from .hashing import chunk_digest
 from .index import ChunkRef
@@ -184,6 +184,7 @@ class Fetcher:
             file.touch(begin=at, end=at + ref.length)
             try:
                 self._store.get_into(ref.key, target)
+                failpoint("fetcher.after_get")
             except NotFound:
                 found = "nothing"
             except Truncated as error:

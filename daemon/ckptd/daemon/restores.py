@@ -29,6 +29,7 @@ from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.failpoints import failpoint
 
 if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
@@ -221,6 +222,7 @@ class NodeRestore:
         """Read what the step's indexes say of this node's ranks, and answer their Restore."""
         loop = asyncio.get_running_loop()
         about = self._link.about
+        failpoint("restores.before_load")
         try:
             stored = await loop.run_in_executor(
                 None,
@@ -248,6 +250,7 @@ class NodeRestore:
         """Plan, fetch and verify what all ranks of the node want."""
         loop = asyncio.get_running_loop()
         stored = await attempt.loaded
+        failpoint("restores.before_fetch")
         snapshot = self._held_snapshot(attempt)
         if snapshot is not None:
             attempt.leases.append(self._held.read_lease(snapshot))

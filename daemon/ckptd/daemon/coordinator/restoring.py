@@ -186,7 +186,7 @@ def _decision(state: State, ref: StepRef) -> Procedure:
     if known is not None:
         return known, None
     try:
-        data = yield Get(key=ref.record_key)
+        data = yield Get(key=ref.record_key, label="read_decision")
         committed = records.committed_of(ref, data)
     except DaemonError as wrong:
         return None, wrong.error

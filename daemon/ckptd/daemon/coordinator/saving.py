@@ -315,7 +315,7 @@ def decide(state: State, run: StepRun) -> Procedure:
         made = yield from _proved(state, run)
     key = keys.decision_key(state.timeline, run.step)
     if made is not None:
-        pins = yield from put_until_done(state, ListKeys(prefix=keys.PINS_PREFIX))
+        pins = yield from put_until_done(state, ListKeys(prefix=keys.PINS_PREFIX, label="list_pins"))
         record = history.decision_record(
             timeline=state.timeline,
             step=run.step,
@@ -335,7 +335,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     data = records.to_bytes(record)
     yield from put_until_done(state, Put(key=key, data=data, label=label))
     state.log("decided", step=run.step, committed=made is not None, error=run.failed.message if run.failed else None)
-    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX))
+    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX, label="second_look"))
     if fenced_by(state, claims):
         return
     outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=run.step)
@@ -361,7 +361,7 @@ def _proved(state: State, run: StepRun) -> Procedure:
     assert state.claim is not None
     refs = [run.sealed[node.node] for node in state.claim.nodes]
     try:
-        blobs = yield GetMany(keys=tuple(ref.key for ref in refs))
+        blobs = yield GetMany(keys=tuple(ref.key for ref in refs), label="read_indexes")
         verdict = yield Compute(function=judge, arguments=(state.claim, run.step, refs, blobs))
         history.require_base_listed(run.step, verdict.base, state.listed.keeps)
     except DaemonError as refused:
