@@ -23,6 +23,7 @@ from ckptd.chaos.cluster.launcher import MOST_NODES
 from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.history import Event
+from ckptd.chaos.matrix_cli import failpoints, matrix
 from ckptd.chaos.report import render
 from ckptd.chaos.scenario_reader import ScenarioError, load, scenario_names
 from ckptd.chaos.schedule import ScheduleError
@@ -35,6 +36,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+
+app.command()(failpoints)
+app.command()(matrix)
 
 _USAGE = 2
 _TOLD = ("launched", "restored", "fault", "agent_died", "node_replaced", "exited", "fenced", "adopted", "deadline")
