@@ -61,6 +61,7 @@ class Forked:
                         told = self._told.removeprefix(b"exit ").strip()
                         # Without a word the leash itself was killed.
                         self._code = int(told) if told else 128 + signal.SIGKILL
+                        self._line.close()
                         break
         return self._code
 
@@ -102,7 +103,6 @@ class Forked:
         code = self.wait(_END_DEADLINE)
         if code is None:
             raise ProcessError(f"the process tree of pid {self.pid} cannot be killed: {self.tree()}")
-        self._line.close()
         return code
 
 
@@ -127,14 +127,18 @@ class ForkServer:
             stdout=log,
             wipe=[Path(self._folder.name)],
         )
-        if not wait_until(lambda: self._connected(path), within=_START_DEADLINE):
+        if not self._connected_in_time(path):
             text = read_tail(log)
             self.close()
             raise ProcessError(f"the fork server did not start: {text}")
 
+    def _connected_in_time(self, path: Path) -> bool:
+        is_settled = wait_until(
+            lambda: self._connected(path) or self._server.poll() is not None, within=_START_DEADLINE
+        )
+        return is_settled and self._server.poll() is None
+
     def _connected(self, path: Path) -> bool:
-        if self._server.poll() is not None:
-            return False
         with suppress(FileNotFoundError, ConnectionRefusedError):
             self._socket.connect(str(path))
             return True
