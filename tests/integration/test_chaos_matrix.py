@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from ckptd.chaos.matrix.cells import TWO_NODES, VICTIMS, Cell, cells, is_victim, reason
+from ckptd.chaos.matrix.cells import TWO_NODES, VICTIMS, Cell, cells, reason
 from ckptd.chaos.matrix.plays import PLAYS, play_named
 from ckptd.chaos.matrix.results import Results
 from ckptd.chaos.matrix.running import Matrix
 from ckptd.chaos.matrix.striking import Place, Strike
+from ckptd.chaos.matrix.survey import draw
 from ckptd.chaos.verdict import Verdict
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(240)]
@@ -39,15 +39,10 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 def drawn(matrix: Matrix, victim: str, action: str) -> Cell:
     """Return the cell of the sample that does this."""
     play = play_named("moved") if victim == "verb" else PLAYS[0]
-    passes = matrix.survey(play, TWO_NODES, "local").passes
-    fitting = [
-        cell
-        for cell in cells()
-        if (cell.victim, cell.action, cell.store, cell.shape) == (victim, action, "local", TWO_NODES)
-        and reason(cell) is None
-        and any(cell.boundary in counted and is_victim(cell, place) for place, counted in passes.items())
-    ]
-    return random.Random(f"{SEED}/{victim}/{action}").choice(fitting)
+    deeds = [cell for cell in cells([TWO_NODES]) if (cell.victim, cell.action, cell.store) == (victim, action, "local")]
+    fitting = [cell for cell in deeds if reason(cell) is None]
+    (cell,) = draw(fitting, matrix.survey(play, TWO_NODES, "local").passes, SEED)
+    return cell
 
 
 @pytest.mark.parametrize(("victim", "action"), DEEDS)

@@ -121,7 +121,7 @@ def test_a_cell_strikes_in_the_first_play_that_passes_its_boundary() -> None:
         again = Place(kind="agent", number=1, start=2)
         return survey({AGENT_1: {"uploader.before_put": 4}, again: {"uploader.before_put": 4}})
 
-    found = choose(cell("uploader.before_put", "agent", "kill"), survey_of)
+    found = choose(cell("uploader.before_put", "agent", "kill"), PLAYS, survey_of)
     assert found is not None
     assert found[0] == PLAYS[1]
     assert found[1] == Strike(
@@ -129,8 +129,8 @@ def test_a_cell_strikes_in_the_first_play_that_passes_its_boundary() -> None:
     )
     assert found[1].failpoint == "uploader.before_put=kill@3"
     assert asked == [PLAYS[0].name, PLAYS[1].name]
-    assert choose(cell("uploader.after_put", "agent", "kill"), survey_of) is None
-    found = choose(cell("uploader.before_put", "coordinator", "pause"), survey_of)
+    assert choose(cell("uploader.after_put", "agent", "kill"), PLAYS, survey_of) is None
+    found = choose(cell("uploader.before_put", "coordinator", "pause"), PLAYS, survey_of)
     assert found is not None
     assert found[1].place == AGENT_0
     assert found[1].failpoint == "uploader.before_put=stop@5"

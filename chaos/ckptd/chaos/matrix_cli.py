@@ -22,15 +22,17 @@ from rich.table import Table
 
 from ckptd.chaos.cache import code_digest, default_cache
 from ckptd.chaos.cluster.store import STORES
-from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, REASONS, VICTIMS, Cell, reason
+from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, REASONS, SHAPES, VICTIMS, Cell, reason
 from ckptd.chaos.matrix.cells import cells as all_cells
-from ckptd.chaos.matrix.performing import SCRIPT
 from ckptd.chaos.matrix.results import NOT_APPLICABLE, CellResult, Results, commit_of
 from ckptd.chaos.matrix.running import Matrix
 from ckptd.chaos.matrix.summary import Summary, summarize
+from ckptd.chaos.matrix.survey import draw
+from ckptd.chaos.matrix.workload import SCRIPT, TINY, Shape, Workload, real_job
 from ckptd.chaos.verdict import Verdict
 from ckptd.protos.boundaries import BOUNDARIES, ROLES
 
+_REAL_SHAPE = Shape(nnodes=2, nproc=2)
 _COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNKNOWN: "yellow"}
 
 
@@ -61,6 +63,10 @@ def matrix(
     results: Annotated[Path | None, typer.Option(help="Folder of results. [default: in the user's cache]")] = None,
     sample: Annotated[int, typer.Option(min=0, help="Run so many cells only, chosen by the seed; 0: all.")] = 0,
     seed: Annotated[int | None, typer.Option(help="Chooses the sample. [default: random]")] = None,
+    moe: Annotated[
+        Path | None,
+        typer.Option(help="examples/train_moe.py: hurt that job under torchrun, on 2 x 2 ranks, once in each way."),
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Run cells again that have a result for this code.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Only list the cells that would be run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
@@ -75,12 +81,14 @@ def matrix(
         raise typer.BadParameter(f"--role is {role!r}; allowed: {', '.join(VICTIMS)}")
     chosen = [
         cell
-        for cell in all_cells()
+        for cell in all_cells(SHAPES if moe is None else (_REAL_SHAPE,))
         if cell.matches(only) and role in (None, cell.victim) and store in (cell.store, "both")
     ]
+    if moe is not None and not moe.is_file():
+        raise typer.BadParameter(f"--moe: there is no script {str(moe)!r}")
     console = Console(stderr=as_json)
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
     if sample:
-        seed = secrets.randbelow(1 << 31) if seed is None else seed
         console.print(f"seed {seed}", style="dim")
         chosen = sampled(chosen, sample, seed)
     applicable = [cell for cell in chosen if reason(cell) is None]
@@ -92,10 +100,14 @@ def matrix(
         for cell in applicable:
             typer.echo(str(cell))
         return
-    code = code_digest(Path(SCRIPT))
-    kept = Results(results or default_cache() / "matrix", code)
+    code = code_digest(SCRIPT if moe is None else moe)
+    kept = Results((results or default_cache() / "matrix"), code)
     kept.begin(commit=commit_of(Path(__file__).parent), code=code, begun=time.time())
-    summary = _run(chosen, [cell for cell in applicable if again or not kept.is_settled(str(cell))], kept, console)
+    if moe is None:
+        due = [cell for cell in applicable if again or not kept.is_settled(str(cell))]
+        summary = _run(chosen, due, kept, console)
+    else:
+        summary = _hurt_real_job(moe.resolve(), applicable, seed if only == "*" else None, kept, console)
     if as_json:
         sys.stdout.write(json.dumps(summary.to_dict(), indent=1) + "\n")
     else:
@@ -114,7 +126,18 @@ def sampled(chosen: list[Cell], count: int, seed: int) -> list[Cell]:
     return [*first.values(), *others][:count]
 
 
-def _run(chosen: list[Cell], due: list[Cell], kept: Results, console: Console) -> Summary:
+def _hurt_real_job(script: Path, cells: list[Cell], seed: int | None, kept: Results, console: Console) -> Summary:
+    """Run one cell for each victim and action, drawn by the seed among those the job passes; all of them without a seed."""
+    workload = real_job(script)
+    if seed is not None:
+        console.print(f"seed {seed}; an undisturbed run first", style="dim")
+        with tempfile.TemporaryDirectory(prefix="ckptd-matrix-") as out, Matrix(Path(out), kept, workload) as running:
+            surveyed = running.survey(workload.plays[0], _REAL_SHAPE, cells[0].store)
+        cells = draw(cells, surveyed.passes, seed)
+    return _run(cells, cells, kept, console, workload)
+
+
+def _run(chosen: list[Cell], due: list[Cell], kept: Results, console: Console, workload: Workload = TINY) -> Summary:
     begun, done = time.monotonic(), 0
     console.print(f"{len(chosen)} cells, {len(due)} to run; results in {kept.folder}", style="dim", highlight=False)
 
@@ -136,7 +159,7 @@ def _run(chosen: list[Cell], due: list[Cell], kept: Results, console: Console) -
 
     if due:
         out = Path(tempfile.mkdtemp(prefix="ckptd-matrix-"))
-        with Matrix(out, kept) as running:
+        with Matrix(out, kept, workload) as running:
             running.run(due, tell=tell)
         summary = summarize(chosen, kept.known)
         if not summary.bad:

@@ -7,13 +7,13 @@ a cell is left out for one of few reasons only, each of which a survey can contr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ckptd.chaos.cluster.store import STORES
-from ckptd.chaos.matrix.performing import Shape
 from ckptd.chaos.matrix.striking import Place
+from ckptd.chaos.matrix.workload import Shape
 from ckptd.protos.boundaries import BOUNDARIES, Boundary
 
 VICTIMS: dict[str, tuple[str, ...]] = {
@@ -108,13 +108,13 @@ ONLY_COORDINATOR = Reason(
 """Told by the surveys, not by declarations."""
 
 
-def cells() -> Iterator[Cell]:
+def cells(shapes: Iterable[Shape] = SHAPES) -> Iterator[Cell]:
     """Yield the whole product, in the order of the registry."""
     for boundary in BOUNDARIES:
         for victim, actions in VICTIMS.items():
             for action in actions:
                 for store in STORES:
-                    for shape in SHAPES:
+                    for shape in shapes:
                         yield Cell(boundary=boundary, victim=victim, action=action, store=store, shape=shape)
 
 

@@ -16,11 +16,12 @@ from pathlib import Path
 
 from ckptd.chaos.cluster.cluster import Cluster, Launch
 from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
-from ckptd.chaos.conductor import Conductor, Limits, Performance
+from ckptd.chaos.conductor import Conductor, Performance
 from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, read_digests
-from ckptd.chaos.matrix.launcher import ARMED, ForkLauncher
+from ckptd.chaos.matrix.launcher import ARMED, LAUNCH_FOLDER
 from ckptd.chaos.matrix.plays import LOSE_NODES, Act, Play
 from ckptd.chaos.matrix.striking import BoundaryInjector, Place, Strike
+from ckptd.chaos.matrix.workload import Shape, Workload
 from ckptd.chaos.nemesis.injector import Injecting
 from ckptd.chaos.root import read_root
 from ckptd.chaos.schedule import PlannedFault
@@ -28,28 +29,10 @@ from ckptd.chaos.trial import TrialError
 from ckptd.chaos.watch import TICK, read_tail
 from ckptd.storage_backends.errors import StorageError
 
-SCRIPT = str(Path(__file__).with_name("trainer.py"))
 _VERB = (sys.executable, "-m", "ckptd.daemon.cli")
 _VERB_DEADLINE = timedelta(seconds=60)
 _LAST_CHANCE = timedelta(seconds=3)
 """How long a fault that is still to come is waited for when an act has ended: agents go on for a moment."""
-LIMITS = Limits(run=timedelta(seconds=150), progress=timedelta(seconds=75), relaunches=6, woken=timedelta(seconds=4))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Nodes and ranks of a run."""
-
-    nnodes: int
-    nproc: int
-
-    def __str__(self) -> str:
-        return f"{self.nnodes}x{self.nproc}"
-
-    @property
-    def last_rank(self) -> int:
-        """The rank that is hurt where any would do."""
-        return self.nnodes * self.nproc - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,14 +44,14 @@ class Scene:
         variables: Of the store.
         spawn_agent: Starts agents and verbs.
         spawn_ranks: Starts launchers of ranks.
-        limits: Deadlines of one run.
+        workload: The job.
     """
 
     out: Path
     variables: Mapping[str, str]
+    workload: Workload
     spawn_agent: Spawn = Leashed
     spawn_ranks: Spawn = Leashed
-    limits: Limits = LIMITS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +104,7 @@ class PlayConductor(Conductor):
             nnodes=shape.nnodes,
             nproc=shape.nproc,
             folder=folder,
-            launcher=ForkLauncher(folder),
+            launcher=scene.workload.launcher(folder),
             environment=scene.variables,
             arm=lambda node, start: self._strikes.failpoints(Place(kind="agent", number=node, start=start)),
             spawn_agent=scene.spawn_agent,
@@ -129,7 +112,7 @@ class PlayConductor(Conductor):
         )
         self._launched = 0
         self._verbs = 0
-        super().__init__(self._stage, [], environment={}, limits=scene.limits)
+        super().__init__(self._stage, [], environment={}, limits=scene.workload.limits)
 
     def _make_injector(self, faults: Sequence[PlannedFault]) -> Injecting:
         del faults
@@ -143,7 +126,11 @@ class PlayConductor(Conductor):
         for act in self._play_given.acts:
             for deed in act.before:
                 self._interlude(deed)
-            self._script = [SCRIPT, "--root", self._root, "--digests", str(self._digests), *act.flags]
+            self._script = [
+                *self._scene.workload.command,
+                *("--root", self._root, "--digests", str(self._digests)),
+                *act.flags,
+            ]
             launch, why = self._conduct(self._start(act))
             if why:
                 break
@@ -161,7 +148,8 @@ class PlayConductor(Conductor):
             str(rank): self._strikes.failpoints(Place(kind="rank", number=rank, start=self._launched))
             for rank in range(self._shape.nnodes * self._shape.nproc)
         }
-        self._environment = {**self._environment, ARMED: json.dumps(armed)}
+        folder = self._stage.folder / "launches" / str(self._launched)
+        self._environment = {**self._environment, ARMED: json.dumps(armed), LAUNCH_FOLDER: str(folder)}
         # A node that hangs counts as alive until its connections are given up. Whoever replaces it knows better, and says so;
         # a coordinator that hangs does not answer, and is not waited for.
         if any(node.index != 0 and not node.is_lost for node in self._stage.gone):

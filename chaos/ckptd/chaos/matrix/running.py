@@ -19,13 +19,15 @@ from ckptd.chaos.accounts import accounts
 from ckptd.chaos.checkers import check
 from ckptd.chaos.checkers.case import Case
 from ckptd.chaos.cluster.forked import ForkServer
+from ckptd.chaos.cluster.process import Leashed, Spawn
 from ckptd.chaos.cluster.store import Store, open_store
 from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, Cell
-from ckptd.chaos.matrix.performing import Performed, Scene, Shape, perform_play
-from ckptd.chaos.matrix.plays import PLAYS, Play
+from ckptd.chaos.matrix.performing import Performed, Scene, perform_play
+from ckptd.chaos.matrix.plays import Play
 from ckptd.chaos.matrix.results import NOT_APPLICABLE, CellResult, Results
 from ckptd.chaos.matrix.striking import Strike
 from ckptd.chaos.matrix.survey import Survey, choose, load_survey
+from ckptd.chaos.matrix.workload import TINY, Shape, Workload
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.trial import TrialError
 from ckptd.chaos.verdict import Verdict, overall
@@ -43,10 +45,11 @@ class Matrix:
     Args:
         out: Folder for evidence; that of cells that pass is removed.
         results: Where results and surveys are kept.
+        workload: The job.
     """
 
-    def __init__(self, out: Path, results: Results) -> None:
-        self._out, self._results = out, results
+    def __init__(self, out: Path, results: Results, workload: Workload = TINY) -> None:
+        self._out, self._results, self.workload = out, results, workload
         self._stack = ExitStack()
         self._stores: dict[str, Store] = {}
         self._surveys: dict[tuple[str, Shape, str], Survey] = {}
@@ -64,7 +67,7 @@ class Matrix:
         """Run one cell and judge it. Never raises for what the job does."""
         begun = time.monotonic()
         try:
-            chosen = choose(cell, lambda play: self.survey(play, cell.shape, cell.store))
+            chosen = choose(cell, self.workload.plays, lambda play: self.survey(play, cell.shape, cell.store))
             if chosen is None:
                 return self._without_play(cell)
             play, strike = chosen
@@ -112,7 +115,7 @@ class Matrix:
         if ONLY_COORDINATOR.holds(cell, BOUNDARIES[cell.boundary]):
             # Whether the coordinator's agent passes it is that agent's own cell.
             return CellResult(cell=str(cell), verdict=NOT_APPLICABLE, problems={ONLY_COORDINATOR.name: ""})
-        text = f"no play passes it: {', '.join(play.name for play in PLAYS)}"
+        text = f"no play passes it: {', '.join(play.name for play in self.workload.plays)}"
         return CellResult(cell=str(cell), verdict=Verdict.FAIL, problems={"passed": text})
 
     def _struck(self, cell: Cell, play: Play, strike: Strike) -> CellResult:
@@ -148,8 +151,14 @@ class Matrix:
         self._runs += 1
         name = f"{self._runs:05d}-{play.name}"
         opened = self._store(store)
-        agents, ranks = self._fork_servers()
-        scene = Scene(out=self._out, variables=opened.environment(), spawn_agent=agents.spawn, spawn_ranks=ranks.spawn)
+        spawn_agent, spawn_ranks = self._spawners()
+        scene = Scene(
+            out=self._out,
+            variables=opened.environment(),
+            spawn_agent=spawn_agent,
+            spawn_ranks=spawn_ranks,
+            workload=self.workload,
+        )
         return name, perform_play(scene, play, shape, name=name, root=opened.root(name), strike=strike)
 
     def _store(self, kind: str) -> Store:
@@ -157,7 +166,9 @@ class Matrix:
             self._stores[kind] = self._stack.enter_context(open_store(kind, self._out / f"store-{kind}"))
         return self._stores[kind]
 
-    def _fork_servers(self) -> tuple[ForkServer, ForkServer]:
+    def _spawners(self) -> tuple[Spawn, Spawn]:
+        if not self.workload.is_forked:
+            return Leashed, Leashed
         if self._servers is None:
             environment = {name: value for name, value in os.environ.items() if not name.startswith("CKPTD_")}
             environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
@@ -165,7 +176,7 @@ class Matrix:
                 self._stack.enter_context(ForkServer(*AGENT_MODULES, environment=environment)),
                 self._stack.enter_context(ForkServer(*RANK_MODULES, environment=environment)),
             )
-        return self._servers
+        return self._servers[0].spawn, self._servers[1].spawn
 
     def __enter__(self) -> Self:
         return self

@@ -7,13 +7,14 @@ Owns: what a survey found, in memory and on disk, and which process of which pla
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptd.chaos.evidence import Evidence, EvidenceError
 from ckptd.chaos.matrix.cells import Cell, is_victim, may_pass
-from ckptd.chaos.matrix.plays import PLAYS, Play
+from ckptd.chaos.matrix.plays import Play
 from ckptd.chaos.matrix.striking import Place, Strike
 from ckptd.protos.boundaries import BOUNDARIES
 
@@ -69,14 +70,23 @@ def load_survey(path: Path) -> Survey | None:
         return None
 
 
-def choose(cell: Cell, survey_of: Callable[[Play], Survey]) -> tuple[Play, Strike] | None:
+def draw(cells: Iterable[Cell], passes: Mapping[Place, Mapping[str, int]], seed: int) -> list[Cell]:
+    """Return for each victim, action, store and shape one of the cells that a survey passes, drawn by the seed."""
+    found: dict[tuple[str, str, str, str], list[Cell]] = {}
+    for cell in cells:
+        if any(cell.boundary in counted and is_victim(cell, place) for place, counted in passes.items()):
+            found.setdefault((cell.victim, cell.action, cell.store, str(cell.shape)), []).append(cell)
+    return [random.Random(f"{seed}/{deed}").choice(fitting) for deed, fitting in found.items()]
+
+
+def choose(cell: Cell, plays: Iterable[Play], survey_of: Callable[[Play], Survey]) -> tuple[Play, Strike] | None:
     """Return in which play, and by which process and pass, a cell strikes; None where no play has such a pass.
 
     The first play that has one is taken. Of its processes that one that passes most often and last, a late rank before
     rank 0, an agent before the coordinator's; and of the passes the one in the middle or right behind it: there is
     history before it, and something to lose after it.
     """
-    for play in PLAYS:
+    for play in plays:
         found = [
             (place, counted[cell.boundary])
             for place, counted in survey_of(play).passes.items()
