@@ -186,6 +186,17 @@ class NodeRestore:
         if self._attempt is not None and self._attempt.ready:
             self._say_ready(self._attempt)
 
+    def coordinator_restarted(self) -> None:
+        """Another coordinator process knows nothing of the attempt, and counts its own from one: ranks ask again."""
+        before, self._attempt = self._attempt, None
+        self._superseded.clear()
+        self._last_failure = None
+        if before is not None:
+            self._release(before)
+            for want in before.wants.values():
+                if not want.answer.done():
+                    want.answer.set_result([FetchedPart(superseded=True)])
+
     def on_message(self, message: CoordinatorMessage) -> None:
         """Take RestoreChosen, RestoreGo or RestoreError."""
         kind = message.WhichOneof("kind")
@@ -202,6 +213,8 @@ class NodeRestore:
         if before is not None:
             if before.number == chosen.attempt:
                 self._attempt = before
+                if before.loaded.done():
+                    self._answer_asks(before, before.loaded.result())
                 return
             self._release(before)
             self._superseded |= before.told - set(self._asks)
@@ -241,6 +254,9 @@ class NodeRestore:
             )
             return
         attempt.loaded.set_result(stored)
+        self._answer_asks(attempt, stored)
+
+    def _answer_asks(self, attempt: Attempt, stored: Stored) -> None:
         for rank, ask in self._asks.items():
             if not ask.answer.done():
                 attempt.told.add(rank)

@@ -58,6 +58,7 @@ class RunLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._ended: Error | None = None
+        self._coordinator = ""
         self.trouble = ""
         """Why there is no session with the coordinator, for the errors of those who wait for it; "" while there is one."""
         self.saves = NodeSave(node=node, held=held, link=self, log=log)
@@ -186,7 +187,11 @@ class RunLink:
             self._end(message.fenced)
         elif kind in ("restore_chosen", "restore_go", "restore_error"):
             self.restores.on_message(message)
-        elif kind != "welcome":
+        elif kind == "welcome":
+            if self._coordinator not in ("", message.welcome.incarnation):
+                self.restores.coordinator_restarted()
+            self._coordinator = message.welcome.incarnation
+        else:
             self.saves.on_message(message)
 
     # ------------------------------------------------------------ end

@@ -212,7 +212,10 @@ class Script:
     def save(self, ckpt: Checkpointer, job: Job, step: int, loss: float) -> SaveHandle | None:
         """Save a step; the last rank's state is broken at the steps that the flags name."""
         is_last = self.rank == dist.get_world_size() - 1
-        job.loader.is_broken = is_last and step == self.flags.fail_save
+        job.loader.is_broken = (is_last and step == self.flags.fail_save) or (
+            # Two steps later the first rank, so that every agent hears of such a failure.
+            self.rank == 0 and self.flags.fail_save > 0 and step == self.flags.fail_save + 2
+        )
         changed = is_last and step == self.flags.differ
         if changed:
             job.flip_a_bit()
@@ -258,7 +261,9 @@ def main() -> None:
     parser.add_argument("--root", required=True)
     parser.add_argument("--digests", type=Path, required=True)
     parser.add_argument("--until", type=int, default=4, help="last step")
-    parser.add_argument("--fail-save", type=int, default=0, help="step that the last rank cannot save")
+    parser.add_argument(
+        "--fail-save", type=int, default=0, help="step that the last rank cannot save, and the first one two later"
+    )
     parser.add_argument("--differ", type=int, default=0, help="step at which a replica differs on the last rank")
     parser.add_argument("--usurp-after", type=int, default=0, help="step after which another start claims a timeline")
     parser.add_argument("--refused", action="store_true", help="only ask for what cannot be had")

@@ -75,6 +75,11 @@ class RestoreCall:
     rollback: bool
     deadline: float
 
+    @property
+    def question(self) -> tuple[int | None, bool, bool]:
+        """What must be equal on all ranks."""
+        return self.step, self.raise_on_corrupt, self.rollback
+
 
 @dataclass(kw_only=True, slots=True)
 class StepRun:
@@ -94,13 +99,19 @@ class StepRun:
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """One try to restore one step on all ranks."""
+    """One answer to Restore on all ranks: a step that is tried, or that there is none.
+
+    `offer` says so to the nodes; it is said again to a node whose ranks ask again, because it was away or its agent is a new
+    process. `go` is set when the ranks were told to copy, `done` holds those that need no answer any more.
+    """
 
     number: int
+    offer: CoordinatorMessage
+    question: tuple[int | None, bool, bool]
+    go: CoordinatorMessage | None = None
     ready: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     failed: Error | None = None
-    failed_done: Error | None = None
 
 
 @dataclass(kw_only=True, slots=True)
