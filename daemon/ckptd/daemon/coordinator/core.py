@@ -254,6 +254,7 @@ class Coordinator:
                     node=name,
                     phase="stage",
                 )
+                state.torn[run.step] = run.failed
 
     def _on_attached(self, name: str, said: NodeMessage.RankAttached) -> None:
         state = self.state

@@ -32,11 +32,21 @@ def on_begin(state: State, call: NodeMessage.Begin) -> None:
     if run is not None and run.go is not None:
         state.send(state.ranks[call.rank].node, run.go)
         return
+    why = state.torn.get(call.step)
+    if why is not None:
+        refuse_begin(state, call.rank, call.step, why)
+        return
     limit = state.lead.options.begin_timeout_s
     timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
     state.begins[call.rank] = BeginCall(
         step=call.step, layout_digest=bytes(call.layout_digest), deadline=state.now + timeout
     )
+
+
+def refuse_begin(state: State, rank: int, step: int, why: Error) -> None:
+    """Answer one rank alone: it asks again, its agent having died, for a step that is over; the others never will."""
+    answer = CoordinatorMessage.BeginDecision(step=step, timeline=str(state.timeline or ""), go=False, error=why)
+    state.send(state.ranks[rank].node, CoordinatorMessage(begin=answer))
 
 
 def begin_is_due(state: State) -> bool:

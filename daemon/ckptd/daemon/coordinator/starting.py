@@ -11,7 +11,7 @@ import contextlib
 
 from ckptd.daemon import history, keys, records
 from ckptd.daemon.coordinator.effects import Compute, Get, GetMany, ListKeys, Probe, Procedure, Put, Wait
-from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done
+from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done, refuse_begin
 from ckptd.daemon.coordinator.state import Listed, Phase, State
 from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.keys import Timeline
@@ -231,10 +231,33 @@ def _resolve(state: State) -> Procedure:
         claim = records.parse_claim(claim_data, claim_key)
         # The coordinator of a living run came back: its ranks have restored, and wait to hear how their saves ended.
         state.start_wanted = claim.run_id == state.lead.run_id
+        begun = _begun_before(state, record) if state.start_wanted else set()
         yield from _posthumous(state, claim, record)
         again = yield from _adopt(state, claim, record, log)
         if not again:
+            _give_up_torn(state, begun - {ref.step for ref, _ in state.adopted})
             return
+
+
+def _begun_before(state: State, record: Record) -> set[int]:
+    """Return the undecided steps of the same run that some node has slots of: its ranks were told go, and do not ask again."""
+    held = {(timeline, step) for node in state.nodes.values() for timeline, step in node.held}
+    return {step for timeline, step in held if timeline == record.timeline and step > history.step_of(record)}
+
+
+def _give_up_torn(state: State, steps: set[int]) -> None:
+    """Tell ranks that ask once more for such a step, now or later, that it is over: they would wait for the others for ever."""
+    for step in sorted(steps):
+        state.torn[step] = make_error(
+            error_pb2.REASON_ABORTED,
+            f"step {step} was begun before the coordinator restarted, and is not whole",
+            step=step,
+            phase="begin",
+        )
+    for rank, call in list(state.begins.items()):
+        if call.step in state.torn:
+            del state.begins[rank]
+            refuse_begin(state, rank, call.step, state.torn[call.step])
 
 
 def _newest_record(log: LogView, before: Timeline | None) -> Procedure:

@@ -156,6 +156,8 @@ class State:
     restores: dict[int, RestoreCall] = field(default_factory=dict)
     steps: dict[int, StepRun] = field(default_factory=dict)
     decided: dict[int, Error | None] = field(default_factory=dict)
+    torn: dict[int, Error] = field(default_factory=dict)
+    """Steps that an agent's or a coordinator's death ended before all had staged: a rank that asks again hears why."""
     last_begun: int = -1
     attempt: Attempt | None = None
     attempts: int = 0
