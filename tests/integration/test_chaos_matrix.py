@@ -55,6 +55,16 @@ def test_a_fault_at_any_boundary_costs_no_bit(matrix: Matrix, victim: str, actio
     assert result.fired
 
 
+@pytest.mark.parametrize("victim", ["agent", "coordinator"])
+def test_a_death_in_the_midst_of_a_restore_does_not_end_the_job(matrix: Matrix, victim: str) -> None:
+    """The rank is answered again by the agent that comes back, and the restore goes on: the script never notices."""
+    cell = Cell(boundary="agent.before_say_restore_ready", victim=victim, action="kill", store="local", shape=TWO_NODES)
+    result = matrix.run_cell(cell)
+    assert result.problems == {}, result.replay
+    assert result.fired
+    assert result.launches == len(PLAYS[0].acts)
+
+
 @pytest.mark.s3
 def test_a_node_is_lost_beside_a_real_store(matrix: Matrix) -> None:
     """One cell on SeaweedFS: the decision is written, its node is gone, and another one goes on from the store."""
