@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptd.chaos.matrix.cells import TWO_NODES, VICTIMS, Cell, cells, reason
+from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, TWO_NODES, VICTIMS, Cell, cells, reason
 from ckptd.chaos.matrix.plays import PLAYS, play_named
 from ckptd.chaos.matrix.results import Results
 from ckptd.chaos.matrix.running import Matrix
 from ckptd.chaos.matrix.striking import Place, Strike
-from ckptd.chaos.matrix.survey import draw
+from ckptd.chaos.matrix.survey import choose, draw
 from ckptd.chaos.verdict import Verdict
+from ckptd.protos.boundaries import BOUNDARIES
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(240)]
 
@@ -83,6 +84,21 @@ def test_a_boundary_that_is_not_reached_is_no_pass(matrix: Matrix) -> None:
     assert not result.fired
     assert set(result.problems) == {"faults_fired"}
     assert json.loads(json.dumps(result.to_dict()))["replay"].endswith(f"--only '{cell}'")
+
+
+def test_every_cell_that_applies_has_a_play_that_passes_its_boundary(matrix: Matrix) -> None:
+    """A failpoint that no play passes would be struck by no cell; its play is to be written with it."""
+    silent, by_coordinator = [], set()
+    for cell in cells([TWO_NODES]):
+        if reason(cell) is None and cell.store == "local":
+            found = choose(cell, PLAYS, lambda play: matrix.survey(play, TWO_NODES, "local"))
+            if found is None and ONLY_COORDINATOR.holds(cell, BOUNDARIES[cell.boundary]):
+                by_coordinator.add(cell.boundary)
+            elif found is None:
+                silent.append(str(cell))
+    assert silent == []
+    # Only rank 0 asks its agent to lead.
+    assert by_coordinator == {"agent.received_Lead", "agent.before_reply_Lead", "agent.before_bind"}
 
 
 def test_every_bit_of_the_job_is_looked_at(matrix: Matrix, tmp_path: Path) -> None:

@@ -231,14 +231,15 @@ class Script:
 
     def refused(self) -> None:
         """Ask for what cannot be had, and see that it is said: a step that is not there, and a state that does not fit."""
-        job = Job(self.rank, width=WIDTH // 2)
-        ckpt = self.checkpointer()
-        job.track(ckpt)
-        with _expected(SnapshotNotFound):
-            ckpt.restore(step=999_999)
-        with _expected(InvalidRequest):
-            ckpt.restore()
-        ckpt.close()
+        # The state of one rank is enough to refuse a step to all; each node's agent is to say so once.
+        for odd in (0, dist.get_world_size() - 1):
+            ckpt = self.checkpointer()
+            Job(self.rank, width=WIDTH // 2 if self.rank == odd else WIDTH).track(ckpt)
+            with _expected(SnapshotNotFound):
+                ckpt.restore(step=999_999)
+            with _expected(InvalidRequest):
+                ckpt.restore()
+            ckpt.close()
         with _expected(InvalidRequest):
             ckpt = self.checkpointer(job="another")
             ckpt.restore()
