@@ -10,7 +10,9 @@ from ckptd.protos.coordinator_pb2 import Held
 
 def refusals(run: Run) -> list[tuple[str, int, int]]:
     """Return (node, step, reason) of each no-go, and forget what was said."""
-    found = [(to, m.begin.step, m.begin.error.reason) for to, m in run.said if m.HasField("begin") and not m.begin.go]
+    found: list[tuple[str, int, int]] = [
+        (to, m.begin.step, m.begin.error.reason) for to, m in run.said if m.HasField("begin") and not m.begin.go
+    ]
     run.said.clear()
     return found
 
