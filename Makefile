@@ -7,7 +7,7 @@ PROTO_VENV ?= .venv-protos
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_SRC := $(wildcard protos/ckptd/protos/*.proto)
 
-.PHONY: help install demo test unit check format protos protos-check clean
+.PHONY: help install demo test unit chaos check format protos protos-check clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -30,6 +30,10 @@ test: $(STAMP) ## the whole suite
 
 unit: $(STAMP) ## the fast half
 	$(BIN)/python -m pytest -q tests/unit
+
+# Hours on two cores; what is broken off goes on where it stopped. ARGS='--store local --only "coordinator.*"' for a part.
+chaos: $(STAMP) ## a fault at every boundary of the protocol, in every role, on both stores
+	$(BIN)/ckptd chaos matrix $(ARGS)
 
 check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, protos up to date
 	$(BIN)/ruff format --check .

@@ -19,10 +19,10 @@ import typer.main
 
 from ckptd.client import config as client_config
 from ckptd.client.errors import from_wire
-from ckptd.daemon import failpoints
 from ckptd.daemon.cli.exit_codes import ExitCode, code_of
 from ckptd.daemon.config import AgentConfig, load_config, printed
 from ckptd.daemon.errors import DaemonError
+from ckptd.protos import failpoints
 from ckptd.protos.error_pb2 import Error, Reason
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,21 +4,39 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.daemon import failpoints
-from ckptd.daemon.failpoints import Action, FailpointError, FailpointSyntaxError, configure, failpoint, parse
-from ckptd.protos import error_pb2
+from ckptd.protos import failpoints
+from ckptd.protos.boundaries import BOUNDARIES
+from ckptd.protos.failpoints import (
+    Action,
+    FailpointError,
+    FailpointSyntaxError,
+    UndeclaredFailpointError,
+    failpoint,
+    parse,
+)
+
+KNOWN = {"here", "always", "third", "unknown", *"abdekls"}
+
+
+def configure(specification: str, *, log_path: str | None = None) -> None:
+    """Configure failpoints that exist in this test only."""
+    failpoints.configure(specification, log_path=log_path, known=KNOWN)
+
 
 names = st.from_regex(r"[a-z][a-z_.]{0,20}", fullmatch=True)
 actions = st.one_of(
-    st.sampled_from([("kill", ""), ("stop", "")]),
+    st.sampled_from([("kill", ""), ("stop", ""), ("pass", "")]),
     st.tuples(st.just("exit"), st.integers(0, 255).map(str)),
     st.tuples(st.just("delay"), st.floats(0, 1000).map(lambda seconds: f"{seconds:.3f}")),
     st.tuples(st.just("error"), st.from_regex(r"[A-Za-z0-9 :=]{0,20}", fullmatch=True).map(str.strip)),
@@ -30,7 +48,7 @@ nths = st.one_of(st.none(), st.integers(1, 10**6))
 def off() -> Iterator[None]:
     """No failpoint outlives its test."""
     yield
-    configure("")
+    failpoints.configure("")
 
 
 @given(entries=st.dictionaries(names, st.tuples(actions, nths), max_size=5))
@@ -52,7 +70,16 @@ def test_every_specification_is_parsed_as_it_was_written(
     [
         *("name", "=kill", "name=", "name=explode", "name=KILL", "name:kill"),
         *("name=kill@", "name=kill@0", "name=kill@-1", "name=kill@x", "name=kill@²", "name=kill@1@2"),
-        *("name=kill:now", "name=stop:1", "name=exit", "name=exit:", "name=exit:256", "name=exit:-1", "name=exit:²"),
+        *(
+            "name=kill:now",
+            "name=stop:1",
+            "name=pass:1",
+            "name=exit",
+            "name=exit:",
+            "name=exit:256",
+            "name=exit:-1",
+            "name=exit:²",
+        ),
         *("name=delay", "name=delay:", "name=delay:-1", "name=delay:nan", "name=delay:inf", "name=delay:1s"),
     ],
 )
@@ -61,7 +88,6 @@ def test_what_breaks_the_grammar_is_refused_with_entry_and_grammar(entry: str) -
     with pytest.raises(FailpointSyntaxError, match="kill, stop, exit:CODE") as caught:
         parse(f"good=kill;{entry};other=stop")
     assert repr(entry) in str(caught.value)
-    assert caught.value.error.reason == error_pb2.REASON_INVALID_ARGUMENT
 
 
 def test_a_wrong_specification_leaves_what_was_configured() -> None:
@@ -123,12 +149,68 @@ def test_an_action_is_logged_before_it_acts(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_environment_switches_failpoints_on_and_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CKPTD_FAILPOINTS and CKPTD_FAILPOINT_LOG are read when asked for; without them nothing is configured."""
-    monkeypatch.setenv(failpoints.ENVIRONMENT_VARIABLE, "here=error")
+    name = next(iter(BOUNDARIES))
+    monkeypatch.setenv(failpoints.ENVIRONMENT_VARIABLE, f"{name}=error")
     monkeypatch.setenv(failpoints.LOG_VARIABLE, str(tmp_path / "fired"))
     failpoints.configure_from_environment()
     with pytest.raises(FailpointError):
-        failpoint("here")
-    assert (tmp_path / "fired").read_text() == f"{os.getpid()} here error 1\n"
+        failpoint(name)
+    assert (tmp_path / "fired").read_text() == f"{os.getpid()} {name} error 1\n"
     monkeypatch.delenv(failpoints.ENVIRONMENT_VARIABLE)
     failpoints.configure_from_environment()
-    failpoint("here")
+    failpoint(name)
+
+
+def test_what_was_configured_is_not_read_from_the_environment_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has its failpoints keeps them, with their counts, when a Checkpointer asks again."""
+    name = next(iter(BOUNDARIES))
+    failpoints.configure(f"{name}=error@2")
+    failpoint(name)
+    monkeypatch.setenv(failpoints.ENVIRONMENT_VARIABLE, "")
+    failpoints.configure_from_environment(again=False)
+    with pytest.raises(FailpointError):
+        failpoint(name)
+
+
+def test_an_unknown_name_is_refused_with_near_ones() -> None:
+    """A misspelt failpoint never fires, and a test that waits for it proves nothing: it is refused before."""
+    with pytest.raises(FailpointSyntaxError, match=r"no failpoint 'uploader.befor_put' .*uploader.before_put"):
+        failpoints.configure("uploader.befor_put=kill")
+    with pytest.raises(FailpointSyntaxError, match="ckptd chaos failpoints"):
+        failpoints.configure("qqqqqqqq=kill")
+
+
+def test_every_verb_refuses_an_unknown_name() -> None:
+    """The command says so in one line and ends with the code of wrong usage, before it does anything."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "ckptd.daemon.cli", "ls", "file:///nowhere"],
+        env={**os.environ, failpoints.ENVIRONMENT_VARIABLE: "sweep.before_delet=kill"},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 2
+    assert "did you mean sweep.before_delete" in ran.stderr
+
+
+def test_code_that_passes_an_undeclared_failpoint_is_an_error_when_any_is_configured() -> None:
+    """Declaring it is what brings a failpoint into the matrix; with nothing configured nothing is looked up."""
+    failpoint("nowhere.declared")
+    configure("here=pass")
+    with pytest.raises(UndeclaredFailpointError, match=r"nowhere\.declared"):
+        failpoint("nowhere.", "declared")
+
+
+def test_one_hit_is_the_nth_however_many_threads_pass() -> None:
+    """Uploads pass a failpoint from several threads: exactly one of them is the one that was asked for."""
+    configure("here=error@500")
+
+    def hit(_: int) -> int:
+        try:
+            failpoint("here")
+        except FailpointError:
+            return 1
+        return 0
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(hit, range(1000))) == 1

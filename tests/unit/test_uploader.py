@@ -15,7 +15,7 @@ import blake3
 import pytest
 import xxhash
 
-from ckptd.daemon import chunks, failpoints
+from ckptd.daemon import chunks
 from ckptd.daemon.chunks import aligned, stream_layout
 from ckptd.daemon.errors import DaemonError, FormatError
 from ckptd.daemon.index import chunk_refs, parse_index
@@ -23,7 +23,7 @@ from ckptd.daemon.keys import StepId, Timeline
 from ckptd.daemon.slots import SlotPool, SlotState
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.uploader import NodeSnapshot, RankSnapshot, UploadCancelledError, Uploader
-from ckptd.protos import shard_table
+from ckptd.protos import failpoints, shard_table
 from ckptd.protos.error_pb2 import (
     REASON_ABORTED,
     REASON_INTERNAL,

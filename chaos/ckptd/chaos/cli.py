@@ -23,6 +23,7 @@ from ckptd.chaos.cluster.launcher import MOST_NODES
 from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.evidence import EvidenceError
+from ckptd.chaos.matrix_cli import failpoints, matrix
 from ckptd.chaos.progress import Progress
 from ckptd.chaos.report import render
 from ckptd.chaos.reports.rebuild import rebuild
@@ -38,6 +39,9 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+
+app.command()(failpoints)
+app.command()(matrix)
 
 _USAGE = 2
 

@@ -16,7 +16,7 @@ from ckptd.chaos.cluster.cluster import Cluster, Launch
 from ckptd.chaos.cluster.node import Node
 from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.history import Event, History
-from ckptd.chaos.nemesis.injector import Injector, Struck
+from ckptd.chaos.nemesis.injector import Injecting, Injector, Struck
 from ckptd.chaos.nemesis.process import Harm
 from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import TICK, Watcher
@@ -94,7 +94,7 @@ class Conductor:
         self._limits, self._observe = limits, observe
         self._history = History()
         self._watcher = Watcher(self._history)
-        self._injector = Injector(faults, cluster, self._history)
+        self._injector = self._make_injector(faults)
         self._seen = 0
         self._harmed: set[int] = set()
         self._agent_starts = 0
@@ -111,8 +111,7 @@ class Conductor:
         """
         try:
             self._cluster.start(once=self._injector.first_failpoints())
-            launch = self._launch()
-            launch, why = self._conduct(launch)
+            launch, why = self._play()
             launch.end()
             self._settle()
             shared = {node.place.name: node.shared_bytes() for node in self._cluster.nodes}
@@ -137,6 +136,13 @@ class Conductor:
             left_files=left,
         )
 
+    def _make_injector(self, faults: Sequence[PlannedFault]) -> Injecting:
+        return Injector(faults, self._cluster, self._history)
+
+    def _play(self) -> tuple[Launch, str]:
+        """Start the job and lead it to its end; see `_conduct`."""
+        return self._conduct(self._launch())
+
     def _conduct(self, launch: Launch) -> tuple[Launch, str]:
         """Lead to the end; return the last launch and why the job did not finish ("" if it did)."""
         end = time.monotonic() + self._limits.run.total_seconds()
@@ -150,6 +156,8 @@ class Conductor:
             if launch.succeeded():
                 return launch, ""
             if launch.failed() or self._launch_is_given_up:
+                # A fault may have struck since we looked: what it did must not be taken for a death by itself.
+                self._suffer(self._injector.look(self._notice()))
                 self._end(launch)
                 if not self._launch_was_harmed:
                     return launch, f"launch {launch.number} died by itself: {launch.complaint()}"

@@ -21,6 +21,7 @@ from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import HelloReply, HelloRequest
 from ckptd.protos.agent_pb2_grpc import AgentStub
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.failpoints import failpoint
 
 from .config import Config
 from .embedded import start_agent
@@ -171,10 +172,12 @@ def _greeted(channel: grpc.Channel, config: Config, pid: int, deadline: float) -
         min_version=MIN_VERSION, max_version=MAX_VERSION, capabilities=offered, ckptd_version=CKPTD_VERSION
     )
     timeout = max(0.1, min(_HELLO_S, deadline - time.monotonic()))
+    failpoint("client.before_Hello")
     try:
         hello: HelloReply = AgentStub(channel).Hello(request, timeout=timeout, wait_for_ready=True)
     except grpc.RpcError as failure:
         raise error_of(failure, phase="register") from failure
+    failpoint("client.after_Hello")
     if not MIN_VERSION <= hello.version <= MAX_VERSION:
         raise InvalidRequest(
             f"the agent (ckptd {hello.ckptd_version}) chose protocol version {hello.version}; this client "

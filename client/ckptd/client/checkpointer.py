@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, Unpack
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptd.protos import error_pb2
+from ckptd.protos import error_pb2, failpoints
 
 from .audit import Audit, Auditor
 from .config import Config, Settings, resolve
@@ -79,6 +79,7 @@ class Checkpointer:
         config: Config | None = None,
         **settings: Unpack[Settings],
     ) -> None:
+        _read_failpoints()
         given = {name: value for name, value in (("root", root), ("job", job)) if value is not None}
         self._config = resolve(config, {**given, **settings})
         self._topology = topology(mesh, process_group)
@@ -384,6 +385,13 @@ class _Alone:
 
     def __exit__(self, *exc: object) -> None:
         self._lock.release()
+
+
+def _read_failpoints() -> None:
+    try:
+        failpoints.configure_from_environment(again=False)
+    except failpoints.FailpointSyntaxError as wrong:
+        raise InvalidRequest(str(wrong), hint="unset it outside of fault tests") from wrong
 
 
 def _checked_step(step: int) -> int:

@@ -12,6 +12,7 @@ import secrets
 import grpc
 
 from ckptd.protos.agent_pb2 import AttachRequest, LeadReply, LeadRequest, RunCredentials, RunOptions
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import Retention
 
 from .channel import AgentChannel, error_of
@@ -65,10 +66,12 @@ class Leader:
             credentials=self._credentials,
             options=run_options(self._config),
         )
+        failpoint("client.before_Lead")
         try:
             reply: LeadReply = channel.stub.Lead(request, timeout=self._config.attach_timeout_s)
         except grpc.RpcError as failure:
             raise error_of(failure, phase="register") from failure
+        failpoint("client.after_Lead")
         return AttachRequest(
             run_id=self._run_id,
             endpoint=self._config.coordinator or reply.endpoint,

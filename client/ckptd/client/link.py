@@ -25,6 +25,7 @@ from ckptd.protos.agent_pb2 import (
     DetachRequest,
     Event,
 )
+from ckptd.protos.failpoints import failpoint
 
 from . import embedded
 from .channel import AgentChannel, connect, error_of, is_lost
@@ -116,6 +117,7 @@ class Link:
             self._lead(channel)
         elif self._generation < 0:
             limit = self._config.connect_timeout_s + self._config.attach_timeout_s
+            failpoint("client.before_invitation")
             self._generation, self._invitation = self.exchange.wait(limit)
         else:
             newer = self.exchange.newest(after=self._generation)
@@ -128,6 +130,7 @@ class Link:
         if invitation.endpoint != self._invitation.endpoint:
             self._invitation = invitation
             self._generation += 1
+            failpoint("client.before_publish")
             self.exchange.publish(invitation, generation=self._generation)
 
     def _attach_request(self, channel: AgentChannel) -> AttachRequest:
@@ -158,6 +161,7 @@ class Link:
                 if current is None:
                     current = connect(self._config, deadline=time.monotonic() + self._config.connect_timeout_s)
                     self._meet(current)
+                failpoint("client.before_Attach")
                 self._stream = current.stub.Attach(self._attach_request(current))
                 for event in self._stream:
                     pause = _RECONNECT_S[0]
@@ -184,10 +188,12 @@ class Link:
 
     def _on_event(self, event: Event, channel: AgentChannel) -> None:
         kind = event.WhichOneof("kind")
+        failpoint("client.heard_", str(kind))
         if kind == "attached":
             with self._changed:
                 self._attachment = Attachment(event.attached.session, channel)
                 self._changed.notify_all()
+            failpoint("client.after_Attach")
         elif kind == "step":
             self._ledger.on_step(event.step)
         elif kind == "timeline":
@@ -268,24 +274,29 @@ class Link:
             CkptdError: what the agent answered.
         """
         self.check()
+        failpoint("client.before_", method)
         try:
-            return getattr(attachment.channel.stub, method)(request, timeout=timeout_s)
+            reply = getattr(attachment.channel.stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as failure:
             raise self._failure(failure, attachment, phase) from failure
         except ValueError as closed:  # grpc: "Cannot invoke RPC on closed channel!"
             raise SessionLostError("the connection to the agent was closed", phase=phase) from closed
+        failpoint("client.after_", method)
+        return reply
 
     def stream(
         self, attachment: Attachment, method: str, request: Any, *, timeout_s: float, phase: str
     ) -> Iterator[Any]:
         """Call the agent and yield the parts of its answer; see `call`."""
         self.check()
+        failpoint("client.before_", method)
         try:
             yield from getattr(attachment.channel.stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as failure:
             raise self._failure(failure, attachment, phase) from failure
         except ValueError as closed:
             raise SessionLostError("the connection to the agent was closed", phase=phase) from closed
+        failpoint("client.after_", method)
 
     def _failure(self, failure: grpc.RpcError, attachment: Attachment, phase: str) -> CkptdError:
         error = error_of(failure, phase=phase)
@@ -313,8 +324,10 @@ class Link:
             self._closing = True
             self._changed.notify_all()
         if detach and attachment is not None and self._fatal is None:
+            failpoint("client.before_Detach")
             with contextlib.suppress(grpc.RpcError, ValueError):  # the agent is gone, and so is the session
                 attachment.channel.stub.Detach(DetachRequest(session=attachment.session), timeout=timeout_s)
+            failpoint("client.after_Detach")
         if self._stream is not None:
             self._stream.cancel()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -18,6 +18,7 @@ import torch
 
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import RestoreDoneRequest, RestoreRequest, StoredPart, WantPart, WantTerms
+from ckptd.protos.failpoints import failpoint
 
 from .config import Config
 from .copying import Copier
@@ -148,6 +149,7 @@ class Restorer:
                 unused = unused_by_all(fetched.unused, stored, strict=question.strict, step=found.step)
                 unexpected = restoring.targets.here(unused)
             files = self._files(attachment, deadline)
+            failpoint("client.before_copy_in")
             # Own tensors of other ranks go into fresh memory; what is decoded may depend on them.
             self._fill([piece for piece in fetched.pieces if piece.wanted.rank is not None], files)
             restoring.decode({key: files.read(*place).numpy().tobytes() for key, place in fetched.objects.items()})
@@ -158,6 +160,7 @@ class Restorer:
             self._done(attachment, found.attempt, told)
             raise
         self._done(attachment, found.attempt, None)
+        failpoint("client.before_load")
         restoring.load()
         return Restored(
             step=found.step,

@@ -24,6 +24,7 @@ from ckptd.protos.agent_pb2 import (
     SlotBytes,
     StagedRequest,
 )
+from ckptd.protos.failpoints import failpoint
 
 from .audit import Auditor
 from .channel import CKPTD_VERSION
@@ -152,6 +153,7 @@ class Saver:
         try:
             plan = self._plan(attachment, reply, capture.layout)
             slot = self._slot(attachment, reply, handle.step)
+            failpoint("client.before_copy")
             tail = capture.copy_into(slot, plan, self._copier, compared=not reply.leave_uncompared)
             self._staged(
                 attachment,

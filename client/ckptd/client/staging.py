@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 import xxhash
 
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import SlotTrailer
 
 from .copying import Copier, copyable
@@ -148,6 +149,7 @@ class Capture:
         else:
             slot.write_tensors(plan, self._views)
             trailer.uncompared = True
+        failpoint("client.before_tail")
         encoded = trailer.SerializeToString()
         padding = bytes(-len(self._objects) % _ALIGN)
         tail = Tail(

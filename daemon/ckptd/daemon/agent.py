@@ -32,6 +32,7 @@ from ckptd.daemon.uploader import Uploader
 from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import AttachRequest, Event, LeadRequest
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import HeldSnapshot
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import StorageError
@@ -129,11 +130,13 @@ class Agent:
             self.jobs[digest] = held
             if read_only:
                 self._untried.add(digest)
+            failpoint("agent.before_adopt_slots")
             held.adopt()
             return held
 
     def _open(self, root: str, driver: str, read_only: bool) -> ObjectStore:
         name = checked_driver(driver)
+        failpoint("agent.before_open_root")
         try:
             store = open_store(
                 root, driver=name, retry=RetryPolicy(deadline=dt.timedelta(seconds=self.config.store_deadline_s))
@@ -206,6 +209,7 @@ class Agent:
         )
         self.coordinators[request.run_id] = runner
         try:
+            failpoint("agent.before_bind")
             await self._bind(runner, request.run_id)
         except BaseException:
             del self.coordinators[request.run_id]

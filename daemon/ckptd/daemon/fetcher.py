@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ckptd.protos.error_pb2 import REASON_ABORTED, REASON_DEADLINE_EXCEEDED
+from ckptd.protos.failpoints import failpoint
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound, Truncated
 
@@ -27,7 +28,6 @@ from .arrangement import arranged
 from .chunks import ChunkSpan
 from .columns import Ints
 from .errors import CorruptError, DaemonError
-from .failpoints import failpoint
 from .fetched import Fetched, Needs, Standing
 from .hashing import chunk_digest
 from .index import ChunkRef
@@ -209,6 +209,7 @@ class Fetcher:
             failpoint("fetcher.before_get")
             try:
                 self._store.get_into(ref.key, target)
+                failpoint("fetcher.after_get")
             except NotFound:
                 found = "nothing"
             except Truncated as error:

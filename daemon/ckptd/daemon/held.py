@@ -26,6 +26,7 @@ from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.upload_queue import UploadQueue
 from ckptd.daemon.uploader import Uploader
 from ckptd.protos import error_pb2
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
 from ckptd.storage_backends.base import ObjectStore
 
@@ -89,6 +90,7 @@ class HeldJob:
         self._plans[(held.rank, held.plan_digest)] = plan
         self._forget_plans(held.rank)
         path = self._plan_path(held.rank, held.plan_digest)
+        failpoint("held.before_plan_file")
         await asyncio.get_running_loop().run_in_executor(self._threads, _write, path, held.SerializeToString())
         return plan
 
@@ -133,6 +135,7 @@ class HeldJob:
     ) -> Snapshot:
         plans = {rank: self._plans[(rank, about.plan_digest)] for rank in tails}
         snapshot = Snapshot(about=about, plans=plans)
+        failpoint("held.before_reserve")
         try:
             for rank, tail_bytes in tails.items():
                 slot = self.pool.acquire(
@@ -155,6 +158,7 @@ class HeldJob:
                     plans[rank].layout,
                 )
                 snapshot.slots[rank] = slot
+            failpoint("held.before_snapshot_file")
             _write(self._snapshot_path(snapshot), about.SerializeToString())
         except BaseException:
             for slot in snapshot.slots.values():
@@ -196,6 +200,7 @@ class HeldJob:
         if rank in snapshot.staged:
             return
         slot = snapshot.slots[rank]
+        failpoint("held.before_stage")
         try:
             slot.stage(objects_bytes=objects_bytes, trailer_bytes=trailer_bytes, staged_at=time.time())
             slot.trailer()
@@ -203,6 +208,7 @@ class HeldJob:
             raise DaemonError.of(
                 str(wrong), reason=error_pb2.REASON_INVALID_ARGUMENT, rank=rank, phase="stage"
             ) from wrong
+        failpoint("held.after_stage")
         snapshot.staged.add(rank)
         if snapshot.staged == set(snapshot.about.ranks):
             snapshot.stage = Stage.STAGED
@@ -217,6 +223,7 @@ class HeldJob:
     def _release(self, snapshot: Snapshot) -> None:
         if not snapshot.dropped or snapshot.readers or self.uploads.is_reading(snapshot):
             return
+        failpoint("held.before_free")
         if self.snapshots.get(snapshot.key) is snapshot:
             del self.snapshots[snapshot.key]
         self._snapshot_path(snapshot).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ckptd.protos import error_pb2
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import Claim, Committed, Quarantined, Record, Retention, StepRef
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound
@@ -99,7 +100,9 @@ def write_start(
         created_at=created_at,
         pins=pins,
     )
+    failpoint("offline.before_start_record")
     put_once(store, start_key(timeline), to_bytes(record))
+    failpoint("offline.after_start_record")
     _require_highest(list_log(store), timeline)
     return _written(timeline, record, newest, adopted)
 
@@ -178,7 +181,9 @@ def _claim(store: ObjectStore, created_at: str, nonce: Callable[[], str]) -> tup
         claim.created_at = created_at
         claim.ClearField("endpoint")
         claim.ClearField("certificate_sha256")
+        failpoint("offline.before_claim")
         put_once(store, claim_key(timeline), claim_bytes(claim))
+        failpoint("offline.after_claim")
         if not list_log(store).is_fenced(timeline):
             return timeline, claim
     raise FencedError.of(f"{store.url}: other processes claim timelines without end", hint="is the job being started?")
@@ -187,6 +192,7 @@ def _claim(store: ObjectStore, created_at: str, nonce: Callable[[], str]) -> tup
 def _resolve(store: ObjectStore, timeline: Timeline, created_at: str) -> tuple[NewestRecord, Adopted]:
     """R2: the newest record of older timelines, and the whole undecided steps of its timeline."""
     for _ in range(MAX_TRIES):
+        failpoint("offline.before_resolve")
         view, newest = read_newest(store, before=timeline)
         _require_highest(view, timeline)
         if newest is None:
@@ -206,6 +212,7 @@ def _adopt(store: ObjectStore, view: LogView, newest: NewestRecord, created_at: 
     claim = _claim_of(store, newest)
     last = newest.position[1]
     decided = {step for step, _ in view.decision_keys(newest.timeline) if step > last}
+    failpoint("offline.before_candidates")
     indexes = [info.key for info in store.list(INDEX_PREFIX)]
     adopted: Adopted = []
     comparisons = Comparisons.of_history(newest.record, newest.aborted)

@@ -29,6 +29,7 @@ from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import Committed
 
 if TYPE_CHECKING:
@@ -193,6 +194,17 @@ class NodeRestore:
             if self._attempt.ready:
                 self._say_ready(self._attempt)
 
+    def coordinator_restarted(self) -> None:
+        """Another coordinator process knows nothing of the attempt, and counts its own from one: ranks ask again."""
+        before, self._attempt = self._attempt, None
+        self._superseded.clear()
+        self._last_failure = None
+        if before is not None:
+            self._release(before)
+            for want in before.wants.values():
+                if not want.answer.done():
+                    want.answer.set_result([FetchedPart(superseded=True)])
+
     def on_message(self, message: CoordinatorMessage) -> None:
         """Take RestoreChosen, RestoreGo or RestoreError."""
         kind = message.WhichOneof("kind")
@@ -210,6 +222,8 @@ class NodeRestore:
         if before is not None:
             if before.number == chosen.attempt:
                 self._attempt = before
+                if before.loaded.done():
+                    self._answer_asks(before, before.loaded.result())
                 return
             self._release(before)
             self._superseded |= before.told - set(self._asks)
@@ -230,6 +244,7 @@ class NodeRestore:
         """Read what the step's indexes say of this node's ranks, and answer their Restore."""
         loop = asyncio.get_running_loop()
         about = self._link.about
+        failpoint("restores.before_load")
         chosen = attempt.chosen
         try:
             stored = self._kept[1] if self._kept is not None and self._kept[0] == chosen.committed else None
@@ -253,6 +268,9 @@ class NodeRestore:
             )
             return
         attempt.loaded.set_result(stored)
+        self._answer_asks(attempt, stored)
+
+    def _answer_asks(self, attempt: Attempt, stored: Stored) -> None:
         for rank, ask in self._asks.items():
             if not ask.answer.done():
                 attempt.told.add(rank)
@@ -262,6 +280,7 @@ class NodeRestore:
         """Plan, fetch and verify what all ranks of the node want."""
         loop = asyncio.get_running_loop()
         stored = await attempt.loaded
+        failpoint("restores.before_fetch")
         snapshot = self._held_snapshot(attempt)
         if snapshot is not None:
             attempt.leases.append(self._held.read_lease(snapshot))

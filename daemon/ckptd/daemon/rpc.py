@@ -26,6 +26,7 @@ from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import RunCredentials
 from ckptd.protos.error_pb2 import Error, Reason
+from ckptd.protos.failpoints import failpoint
 
 ERROR_METADATA = "ckptd-error-bin"
 TOKEN_METADATA = "ckptd-token-bin"  # noqa: S105 - the name of the metadata entry, not a token
@@ -171,11 +172,14 @@ def error_of(failure: BaseException) -> Error:
 def guarded(
     method: Callable[[Any, Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Any]],
 ) -> Callable[[Any, Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Any]]:
-    """Turn an exception of a unary method into a status with an `Error`."""
+    """Turn an exception of a unary method of the agent into a status with an `Error`, between two failpoints."""
 
     async def call(servicer: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
-            return await method(servicer, request, context)
+            failpoint("agent.received_", method.__name__)
+            reply = await method(servicer, request, context)
+            failpoint("agent.before_reply_", method.__name__)
+            return reply
         except (grpc.aio.AbortError, GeneratorExit):
             raise
         except Exception as failure:  # the boundary: everything becomes a status
@@ -186,11 +190,16 @@ def guarded(
 
 
 def guarded_stream(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Turn an exception of a streaming method into a status with an `Error`."""
+    """Turn an exception of a streaming method of the agent into a status with an `Error`, between two failpoints."""
 
     async def call(servicer: Any, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            failpoint("agent.received_", method.__name__)
+            is_first = True
             async for part in method(servicer, request, context):
+                if is_first:
+                    failpoint("agent.before_reply_", method.__name__)
+                    is_first = False
                 yield part
         except (grpc.aio.AbortError, GeneratorExit):
             raise

@@ -26,6 +26,7 @@ from ckptd.protos import coordinator_pb2_grpc, error_pb2
 from ckptd.protos.agent_pb2 import AttachRequest, Event
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.failpoints import failpoint
 
 RECONNECT_S = (0.1, 2.0)
 
@@ -57,6 +58,7 @@ class RunLink:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._ended: Error | None = None
+        self._coordinator = ""
         self.trouble = ""
         """Why there is no session with the coordinator, for the errors of those who wait for it; "" while there is one."""
         self.saves = NodeSave(node=node, held=held, link=self, log=log)
@@ -122,6 +124,7 @@ class RunLink:
     def say(self, message: NodeMessage) -> None:
         """Send where there is a session; else the hello of the next one says it all again."""
         if self._out is not None:
+            failpoint("agent.before_say_", str(message.WhichOneof("kind")))
             self._out.put_nowait(message)
 
     async def _keep_connected(self) -> None:
@@ -177,13 +180,18 @@ class RunLink:
 
     def _on_message(self, message: CoordinatorMessage) -> None:
         kind = message.WhichOneof("kind")
+        failpoint("agent.heard_", str(kind))
         if kind == "refused":
             self._end(message.refused)
         elif kind == "fenced":
             self._end(message.fenced)
         elif kind in ("restore_chosen", "restore_go", "restore_error"):
             self.restores.on_message(message)
-        elif kind != "welcome":
+        elif kind == "welcome":
+            if self._coordinator not in ("", message.welcome.incarnation):
+                self.restores.coordinator_restarted()
+            self._coordinator = message.welcome.incarnation
+        else:
             self.saves.on_message(message)
 
     # ------------------------------------------------------------ end

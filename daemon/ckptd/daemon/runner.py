@@ -19,7 +19,6 @@ import grpc.aio
 from ckptd.daemon import keys, rpc
 from ckptd.daemon.coordinator import Coordinator, effects
 from ckptd.daemon.errors import DaemonError, make_error
-from ckptd.daemon.failpoints import failpoint
 from ckptd.daemon.liveness import ask_run
 from ckptd.daemon.log_writer import put_once
 from ckptd.daemon.telemetry import EventLog
@@ -35,6 +34,7 @@ from ckptd.protos.coordinator_pb2 import (
     PingReply,
     PingRequest,
 )
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import ShardTable
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound
@@ -149,6 +149,7 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
         if isinstance(effect, effects.Send):
             queue = self._outgoing.get(effect.node)
             if queue is not None:
+                failpoint("coordinator.before_send_", str(effect.message.WhichOneof("kind")))
                 queue.put_nowait(effect.message)
         elif isinstance(effect, effects.Log):
             self._log.emit(effect.kind, **effect.fields)
@@ -162,8 +163,10 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
         operation = effect.operation
         try:
             if isinstance(operation, effects.Probe):
+                failpoint("coordinator.before_probe")
                 result: Any = await ask_run(operation.claim)
             elif isinstance(operation, effects.GetMany):
+                failpoint("coordinator.before_", operation.label)
                 gets = [loop.run_in_executor(self._threads, self._get, key) for key in operation.keys]
                 result = await asyncio.gather(*gets)
             else:
@@ -178,13 +181,15 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
     def _blocking(self, operation: effects.Operation) -> Any:
         """Execute one operation in a thread."""
         if isinstance(operation, effects.ListKeys):
+            failpoint("coordinator.before_", operation.label)
             return [info.key for info in self._store.list(operation.prefix)]
         if isinstance(operation, effects.Get):
+            failpoint("coordinator.before_", operation.label)
             return self._get(operation.key)
         if isinstance(operation, effects.Put):
-            failpoint(f"coordinator.before_{operation.label}")
+            failpoint("coordinator.before_", operation.label)
             put_once(self._store, operation.key, operation.data)
-            failpoint(f"coordinator.after_{operation.label}")
+            failpoint("coordinator.after_", operation.label)
             return None
         assert isinstance(operation, effects.Compute)
         return operation.function(*operation.arguments)
@@ -216,8 +221,10 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
 
         async def read() -> None:
             try:
+                failpoint("coordinator.received_hello")
                 self._events.put_nowait(effects.NodeSaid(node=node, message=first))
                 async for message in messages:
+                    failpoint("coordinator.received_", str(message.WhichOneof("kind")))
                     self._events.put_nowait(effects.NodeSaid(node=node, message=message))
             finally:
                 queue.put_nowait(None)
@@ -237,6 +244,7 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
     async def SendLayout(self, parts: AsyncIterator[NodeLayoutPart], context: Context) -> NodeLayoutReply:  # noqa: N802
         """Take a rank's layout: see coordinator.proto."""
         await self._check_token(context)
+        failpoint("coordinator.received_SendLayout")
         rank, digest = 0, b""
         tables: list[ShardTable] = []
         async for part in parts:
@@ -255,6 +263,7 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
     async def FetchPlan(self, request: NodePlanRequest, context: Context) -> AsyncIterator[NodePlanPart]:  # noqa: N802
         """Give a rank its writers: see coordinator.proto."""
         await self._check_token(context)
+        failpoint("coordinator.received_FetchPlan")
         plan = self._coordinator.state.plan if self._coordinator is not None else None
         if plan is None or plan.digest != request.plan_digest or request.rank not in plan.writers:
             await rpc.abort(

@@ -25,6 +25,7 @@ from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import BeginReply, BeginRequest, Event, StagedRequest
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeLayoutPart, NodeMessage, NodePlanRequest
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
 
 if TYPE_CHECKING:
@@ -246,8 +247,10 @@ class NodeSave:
     async def _fetch_plan(self, rank: int, layout_digest: bytes, plan_digest: bytes) -> None:
         writers: list[int] = []
         request = NodePlanRequest(run_id=self._link.about.run_id, rank=rank, plan_digest=plan_digest)
+        failpoint("saves.before_FetchPlan")
         async for part in self._link.stub.FetchPlan(request, metadata=rpc.token_metadata(self._link.about.credentials)):
             writers.extend(part.writer)
+        failpoint("saves.after_FetchPlan")
         session = self._link.ranks[rank]
         rows, aliases = session.layouts[layout_digest]
         await self._held.learn_plan(
@@ -275,7 +278,9 @@ class NodeSave:
                     made.run_id, made.rank, made.digest = self._link.about.run_id, need.rank, need.digest
                 yield made
 
+        failpoint("saves.before_SendLayout")
         await self._link.stub.SendLayout(parts(), metadata=rpc.token_metadata(self._link.about.credentials))
+        failpoint("saves.after_SendLayout")
 
     def changed(self, snapshot: Snapshot) -> None:
         """An upload has ended: tell the coordinator, whichever timeline it was of."""

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptd.protos import error_pb2
+from ckptd.protos.failpoints import failpoint
 from ckptd.storage_backends.base import ObjectInfo, ObjectStore
 
 from .errors import DaemonError
@@ -70,16 +71,20 @@ def sweep(store: ObjectStore, *, dry_run: bool = False, workers: int | None = No
         StorageError: as the store raised it; some objects may be deleted.
     """
     threads = store.capabilities.concurrency if workers is None else workers
+    failpoint("sweep.before_record")
     _, newest = read_newest(store)
     if newest is None:
         return SweepPlan(delete=[], kept=0, dead_steps=[])
     # In this order (R7): first the record, then the claims. A record of a timeline that was superseded when it was
     # read may drop what the next timeline goes on from.
+    failpoint("sweep.before_claims")
     require_settled(newest, list_log(store))
+    failpoint("sweep.before_indexes")
     needed = needed_chunks(store, newest, workers=threads)
+    failpoint("sweep.before_list")
     plan = plan_sweep(newest, _listing(store), needed)
     if not dry_run:
-        for _ in in_parallel(store.delete, [info.key for info in plan.delete], workers=threads):
+        for _ in in_parallel(lambda key: _delete(store, key), [info.key for info in plan.delete], workers=threads):
             pass
     return plan
 
@@ -142,6 +147,12 @@ def is_dead(
     marker of an aborted one must stay until a newer record makes it old, lest the step be found undecided again (R5).
     """
     return (step.timeline, step.step) < position and step not in listed and step not in quarantined
+
+
+def _delete(store: ObjectStore, key: str) -> None:
+    failpoint("sweep.before_delete")
+    store.delete(key)
+    failpoint("sweep.after_delete")
 
 
 def _listing(store: ObjectStore) -> Iterator[ObjectInfo]:

@@ -18,6 +18,7 @@ from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.uploader import NodeSnapshot, RankSnapshot, Uploader
 from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import HeldSnapshot, IndexRef, RankSection
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import is_retryable
@@ -118,10 +119,12 @@ class UploadQueue:
                 snapshot.failed = wire_error(failure, phase="upload", step=about.step, node=self._node)
             else:
                 snapshot.stage = Stage.SEALED
+                failpoint("uploader.before_told")
             self._on_change(snapshot)
             return
 
     def _upload_once(self, snapshot: Snapshot) -> IndexRef:
+        failpoint("uploader.before_base")
         about = snapshot.about
         return self._uploader.upload(
             NodeSnapshot(

@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckptd.protos.error_pb2 import REASON_ABORTED, REASON_STORE_FAILED
+from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import IndexRef
 from ckptd.storage_backends.base import ObjectStore, PutMode
 from ckptd.storage_backends.errors import AlreadyExists, NotFound
 
 from .errors import DaemonError
-from .failpoints import failpoint
 from .hashing import chunk_digest
 from .index import build_index
 from .keys import chunk_key, index_key
@@ -102,6 +102,7 @@ class Uploader:
         staged = [staged_rank(snapshot, rank) for rank in sorted(snapshot.ranks)]
         run = _Run(snapshot=snapshot, base=base_sources(snapshot.base_sections), cancel=cancel, resumed=resumed)
         hashes: list[list[Future[bytes]]] = []
+        failpoint("uploader.before_hash")
         try:
             hashes.extend(
                 [self._hashers.submit(self._hash, run, each, at) for at in range(len(each.spans))] for each in staged
@@ -180,6 +181,7 @@ class Uploader:
         except AlreadyExists:
             # Our own earlier attempt, or another node's equal bytes: the name says so. Only its length can be wrong.
             verify = True
+        failpoint("uploader.before_head")
         if not verify or self._size(key) == len(view):
             return
         # A store that lost or cut an object. The name fixes the bytes, so writing them again harms nobody.

@@ -13,19 +13,19 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
+from ckptd.chaos.cluster.fork_server import TAG, process_name
 from ckptd.chaos.cluster.launcher import Launcher
 from ckptd.chaos.cluster.node import AGENT_COMMAND, Node, Place
-from ckptd.chaos.cluster.process import Leashed, ProcessError
+from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
 from ckptd.chaos.watch import read_tail, wait_until
 
-_TAG = "CKPTD_CHAOS_TAG"
 _READY_DEADLINE = timedelta(seconds=60)
 _TERM_GRACE = timedelta(seconds=3)
 # The last line of a traceback, but for torchrun's own, which only says that a rank failed.
@@ -87,6 +87,9 @@ class Cluster:
         environment: Variables of every process, besides the harness's own ones (without CKPTD_*).
         agent: Command of an agent; folders and address are added.
         failpoints: Failpoints of every agent all the time.
+        arm: Returns more of them for one process: number of the node, how many-th agent process there, from 1.
+        spawn_agent: Starts agents.
+        spawn_ranks: Starts launchers.
     """
 
     def __init__(
@@ -99,16 +102,22 @@ class Cluster:
         environment: Mapping[str, str],
         agent: Sequence[str] = AGENT_COMMAND,
         failpoints: str = "",
+        arm: Callable[[int, int], str] = lambda _node, _start: "",
+        spawn_agent: Spawn = Leashed,
+        spawn_ranks: Spawn = Leashed,
     ) -> None:
         self.nnodes, self.nproc, self.folder = nnodes, nproc, folder
         self.tag = secrets.token_hex(4)
         self._launcher = launcher
         self._agent_command = tuple(agent)
         self._failpoints = failpoints
-        self._environment = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
+        self._arm, self._spawn_agent, self._spawn_ranks = arm, spawn_agent, spawn_ranks
+        self.agent_pids: dict[tuple[int, int], int] = {}
+        """Every agent process there was, by number of the node and start."""
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("CKPTD_")}
         # One host: gloo must not look for a network.
-        self._environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
-        self._environment |= {_TAG: self.tag, **environment}
+        self.environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+        self.environment |= {TAG: self.tag, **environment}
         self._shm = Path("/dev/shm") / f"ckptd-chaos-{self.tag}"  # noqa: S108 - shared memory, mode 0700 below
         self._run = Path(tempfile.gettempdir()) / f"ckptd-chaos-{self.tag}"
         self._janitor: Leashed | None = None
@@ -129,7 +138,7 @@ class Cluster:
         """
         for folder in (self._shm, self._run):
             folder.mkdir(mode=0o700)
-        self._janitor = Leashed([], environment=self._environment, wipe=[self._shm, self._run])
+        self._janitor = Leashed([], environment=self.environment, wipe=[self._shm, self._run])
         self._launcher.start()
         for index in range(self.nnodes):
             self.nodes.append(self._new_node(index))
@@ -138,7 +147,10 @@ class Cluster:
 
     def start_agent(self, node: Node, *, once: str = "") -> None:
         """Start an agent on a node; `once` are failpoints of this process only. Returns before it listens."""
-        node.start_agent(";".join(filter(None, (self._failpoints, once))))
+        start = 1 + sum(index == node.index for index, _ in self.agent_pids)
+        node.start_agent(";".join(filter(None, (self._failpoints, once, self._arm(node.index, start)))))
+        if node.agent is not None:
+            self.agent_pids[node.index, start] = node.agent.pid
 
     def await_agents(self) -> None:
         """Wait until the agents of all nodes listen.
@@ -214,10 +226,14 @@ class Cluster:
     def leaks(self) -> list[str]:
         """Return what is left of the cluster after `close`: processes by pid and command, folders."""
         left = [f"folder {folder}" for folder in (self._shm, self._run) if folder.exists()]
-        mark = f"{_TAG}={self.tag}".encode()
+        mark, name = f"{TAG}={self.tag}".encode(), process_name(self.tag)
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
-                if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                if entry.name.isdigit() and (
+                    mark in (entry / "environ").read_bytes().split(b"\0")
+                    # A process that was forked shows the environment of the one it was forked from.
+                    or (entry / "comm").read_text().strip() == name
+                ):
                     command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                     left.append(f"process {entry.name}: {command}")
         return left
@@ -238,4 +254,11 @@ class Cluster:
             run_dir=self._run / name,
             shm_dir=self._shm / name,
         )
-        return Node(index, place, self._environment, self._agent_command)
+        return Node(
+            index,
+            place,
+            self.environment,
+            self._agent_command,
+            spawn_agent=self._spawn_agent,
+            spawn_ranks=self._spawn_ranks,
+        )

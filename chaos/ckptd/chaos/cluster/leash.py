@@ -14,6 +14,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -119,6 +120,32 @@ def main(argv: list[str]) -> int:
     options, _, command = _split(argv)
     line = int(options["--line"][0])
     guarded = [(int(pid), start_time(int(pid))) for pid in options.get("--guard", [])]
+
+    def start() -> int:
+        defaults = (signal.SIGPIPE, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        return os.posix_spawnp(
+            command[0], command, os.environ, file_actions=[(os.POSIX_SPAWN_CLOSE, line)], setsigdef=defaults
+        )
+
+    try:
+        return hold(line, start if command else None, guarded=guarded, wipe=options.get("--wipe", []))
+    except OSError as failure:
+        sys.stderr.write(f"cannot start {command[0]}: {failure.strerror}\n")
+        return 127
+
+
+def hold(
+    line: int,
+    start: Callable[[], int] | None,
+    *,
+    guarded: list[tuple[int, str | None]] | None = None,
+    wipe: list[str] | None = None,
+) -> int:
+    """Be the leash of what `start` starts (it returns a pid); see `main`. For a process with nothing else to do.
+
+    Raises:
+        OSError: `start` raised it.
+    """
     _become_subreaper()
     wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
@@ -128,15 +155,8 @@ def main(argv: list[str]) -> int:
         signal.signal(number, lambda got, _frame: stopped.append(got))
 
     child = -1
-    if command:
-        defaults = (signal.SIGPIPE, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        try:
-            child = os.posix_spawnp(
-                command[0], command, os.environ, file_actions=[(os.POSIX_SPAWN_CLOSE, line)], setsigdef=defaults
-            )
-        except OSError as failure:
-            sys.stderr.write(f"cannot start {command[0]}: {failure.strerror}\n")
-            return 127
+    if start is not None:
+        child = start()
         with suppress(BrokenPipeError):
             os.write(line, b"%d\n" % child)
     os.set_inheritable(line, False)
@@ -154,8 +174,8 @@ def main(argv: list[str]) -> int:
                 return code
         if stopped or (line in ready and not _read(line)):
             kill_tree(os.getpid())
-            _kill_guarded(guarded)
-            _wipe(options.get("--wipe", []))
+            _kill_guarded(guarded or [])
+            _wipe(wipe or [])
             return 128 + signal.SIGKILL
 
 

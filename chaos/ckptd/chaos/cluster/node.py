@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from ckptd.chaos.cluster.process import Leashed
+from ckptd.chaos.cluster.process import Leashed, Spawn, Tree
 
 AGENT_COMMAND = (sys.executable, "-m", "ckptd.daemon.cli", "agent")
 # An agent ends uploads that run; its own bound for that is 30 s.
@@ -69,16 +69,26 @@ class Place:
 class Node:
     """A machine of the cluster, as far as a process tree can be one. For one thread."""
 
-    def __init__(self, index: int, place: Place, environment: Mapping[str, str], agent: Sequence[str]) -> None:
+    def __init__(
+        self,
+        index: int,
+        place: Place,
+        environment: Mapping[str, str],
+        agent: Sequence[str],
+        *,
+        spawn_agent: Spawn = Leashed,
+        spawn_ranks: Spawn = Leashed,
+    ) -> None:
         self.index = index
         self.place = place
         self.is_paused = False
         self.is_lost = False
-        self.agent: Leashed | None = None
-        self.ranks: Leashed | None = None
+        self.agent: Tree | None = None
+        self.ranks: Tree | None = None
         """The launcher of this node's ranks; None before the first launch."""
         self._environment = dict(environment)
         self._agent_command = list(agent)
+        self._spawn_agent, self._spawn_ranks = spawn_agent, spawn_ranks
         for folder in (place.evidence, place.data_dir, place.run_dir, place.shm_dir):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -100,7 +110,7 @@ class Node:
         if self.agent is not None:
             self.agent.kill()
         (place.run_dir / "agent.json").unlink(missing_ok=True)
-        self.agent = Leashed(
+        self.agent = self._spawn_agent(
             [
                 *self._agent_command,
                 *("--run-dir", str(place.run_dir)),
@@ -133,7 +143,7 @@ class Node:
         """Start a launcher here; what is left of the one before is killed."""
         if self.ranks is not None:
             self.ranks.kill()
-        self.ranks = Leashed(
+        self.ranks = self._spawn_ranks(
             command,
             environment=self._environment | {"CKPTD_SOCKET": str(self.place.socket)} | dict(environment),
             stdout=output,

@@ -11,17 +11,47 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self, TypeAlias
 
 from ckptd.chaos.cluster import leash
 
 _LEASH = [sys.executable, "-S", "-E", str(Path(leash.__file__))]
 _START_DEADLINE = timedelta(seconds=20)
 _END_DEADLINE = timedelta(seconds=20)
+
+
+class Tree(Protocol):
+    """One process and everything it starts; `Leashed` and `forked.Forked` are such."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return its exit code, 128 + n after signal n, or None while it runs."""
+        ...
+
+    def wait(self, timeout: timedelta) -> int | None:
+        """Wait for its end; None when it has not come by then."""
+        ...
+
+    def tree(self) -> list[int]:
+        """Return the living processes, itself first."""
+        ...
+
+    def signal(self, number: signal.Signals) -> bool:
+        """Send a signal to it alone; False when it has ended before."""
+        ...
+
+    def kill(self) -> int:
+        """Kill all of it at once; idempotent. Return its exit code."""
+        ...
+
+
+Spawn: TypeAlias = Callable[..., Tree]
+"""Starts a process: command, environment=, stdout=, stderr=, as `Leashed` takes them."""
 
 
 class ProcessError(Exception):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.history import Event, History
@@ -36,6 +37,34 @@ class Struck:
     step: int | None = None
     pids: tuple[int, ...] = ()
     note: str = "its moment never came"
+
+
+class Injecting(Protocol):
+    """What the conductor asks of whoever strikes."""
+
+    struck: list[Struck]
+    """The fate of each fault."""
+
+    @property
+    def pending(self) -> PlannedFault | None:
+        """The fault that has not struck yet, None when all have."""
+        ...
+
+    def first_failpoints(self) -> dict[int, str]:
+        """Return the failpoints that the first agents are started with, by node."""
+        ...
+
+    def arm(self) -> None:
+        """The job runs (again): the next fault may strike."""
+        ...
+
+    def look(self, new: Iterable[Event]) -> Harm | None:
+        """Strike if the moment has come; return what was done."""
+        ...
+
+    def strike_now(self) -> Harm | None:
+        """Strike the pending fault although its moment has not come."""
+        ...
 
 
 class Injector:

@@ -21,6 +21,7 @@ import typer.main
 from ckptd.daemon.cli.exit_codes import ExitCode, code_of
 from ckptd.daemon.cli.summaries import summary
 from ckptd.daemon.errors import DaemonError
+from ckptd.protos import failpoints
 from ckptd.protos.error_pb2 import Error
 from ckptd.storage_backends.errors import StorageError
 
@@ -62,11 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(verb: str, point: EntryPoint, arguments: list[str]) -> int:
     name = f"ckptd {verb}"
     try:
+        failpoints.configure_from_environment(again=False)
         result = _command(verb, point.load())(arguments, name)
     except DaemonError as error:
         return _fail(name, str(error), code_of(error))
     except StorageError as error:
         return _fail(name, str(error), code_of(error))
+    except failpoints.FailpointSyntaxError as error:
+        return _fail(name, str(error), ExitCode.USAGE)
     except _UsageError as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         return _fail(name, f"{message} (see `{name} --help`)", ExitCode.USAGE)

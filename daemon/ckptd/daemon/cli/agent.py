@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptd.daemon import failpoints, serve
+from ckptd.daemon import serve
 from ckptd.daemon.config import load_config, printed
 
 
@@ -45,5 +45,4 @@ def agent(
     if print_config:
         typer.echo(printed(settings, origins), nl=False)
         return
-    failpoints.configure_from_environment()
     raise typer.Exit(serve.run(settings))

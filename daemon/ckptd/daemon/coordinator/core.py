@@ -184,6 +184,7 @@ class Coordinator:
             self._on_gone(name, message.gone)
         elif kind == "begin":
             saving.on_begin(state, message.begin)
+            restoring.on_done(state, message.begin.rank)
         elif kind == "staged":
             saving.on_staged(state, message.staged)
             self._note_held(name, message.staged.timeline, message.staged.step, rank=message.staged.rank)
@@ -202,6 +203,7 @@ class Coordinator:
         elif kind == "restore_failed":
             restoring.on_failed(state, message.restore_failed)
         elif kind == "restore_done":
+            restoring.on_done(state, message.restore_done.rank, message.restore_done.attempt)
             state.log("restored", rank=message.restore_done.rank, error=message.restore_done.error.message or None)
 
     def _on_hello(self, name: str, hello: NodeMessage.NodeHello) -> None:
@@ -244,6 +246,7 @@ class Coordinator:
         """The node's agent is a new process: what its ranks had not staged is torn."""
         state = self.state
         mine = [number for number, rank in state.ranks.items() if rank.node == name]
+        restoring.on_node_restarted(state, mine)
         for run in state.steps.values():
             kept = held.get((str(state.timeline), run.step))
             torn = [rank for rank in mine if kept is None or rank not in kept.ranks]
@@ -256,6 +259,7 @@ class Coordinator:
                     node=name,
                     phase="stage",
                 )
+                state.torn[run.step] = run.failed
 
     def _on_attached(self, name: str, said: NodeMessage.RankAttached) -> None:
         state = self.state

@@ -19,23 +19,26 @@ from ckptd.protos.snapshot_pb2 import Claim, ShardTable
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListKeys:
-    """LIST: result is the sorted list of keys under the prefix, strongly consistent."""
+    """LIST: result is the sorted list of keys under the prefix, strongly consistent. `label`: see `Put`, before only."""
 
     prefix: str
+    label: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Get:
-    """GET of a small object: result is its bytes, or None where there is none."""
+    """GET of a small object: result is its bytes, or None where there is none. `label`: see `Put`, before only."""
 
     key: str
+    label: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GetMany:
-    """GET of several small objects, in parallel: result is a list of bytes or None, in order."""
+    """GET of several small objects, in parallel: result is a list of bytes or None, in order. `label`: as in `Get`."""
 
     keys: tuple[str, ...]
+    label: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,16 +19,29 @@ from ckptd.protos.snapshot_pb2 import Committed, Quarantined, StepRef
 
 
 def on_restore(state: State, call: NodeMessage.Restore) -> None:
-    """Note that a rank asks to restore."""
+    """Note that a rank asks to restore; one that was answered and asks again, its agent having died, is answered again.
+
+    The others have their answer and do not ask again, so this one must not wait for them.
+    """
     limit = state.lead.options.restore_timeout_s
     timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
     state.schedule.reset()
-    state.restores[call.rank] = RestoreCall(
+    asked = RestoreCall(
         step=call.step if call.HasField("step") else None,
         raise_on_corrupt=call.raise_on_corrupt,
         rollback=call.rollback,
         deadline=state.now + timeout,
     )
+    attempt = state.attempt
+    if (
+        attempt is not None
+        and attempt.failed is None
+        and call.rank not in attempt.done
+        and asked.question == attempt.question
+    ):
+        state.send(state.ranks[call.rank].node, attempt.offer)
+        return
+    state.restores[call.rank] = asked
 
 
 def restore_is_due(state: State) -> bool:
@@ -43,7 +56,7 @@ def restore_is_due(state: State) -> bool:
 def on_wanted(state: State, said: NodeMessage.RestoreWanted) -> None:
     """A rank has said what it wants: when all have, what is wrong with it is known, long before all bytes are there."""
     attempt = state.attempt
-    if attempt is None or attempt.number != said.attempt:
+    if attempt is None or attempt.number != said.attempt or attempt.step is None:
         return
     attempt.terms.take(said.rank, said.terms if said.HasField("terms") else None)
     if attempt.failed is None and not state.missing(attempt.terms.said):
@@ -54,15 +67,35 @@ def on_wanted(state: State, said: NodeMessage.RestoreWanted) -> None:
 
 def on_ready(state: State, said: NodeMessage.RestoreReady) -> None:
     """A rank's bytes are found and verified."""
-    if state.attempt is not None and state.attempt.number == said.attempt:
-        state.attempt.ready.add(said.rank)
+    attempt = state.attempt
+    if attempt is not None and attempt.number == said.attempt:
+        attempt.ready.add(said.rank)
+        if attempt.go is not None:  # told before, to an agent that is no more, or over a connection that broke
+            state.send(state.ranks[said.rank].node, attempt.go)
+
+
+def on_done(state: State, rank: int, attempt: int | None = None) -> None:
+    """A rank has copied, or goes on to save: it needs no answer to Restore any more."""
+    if state.attempt is not None and attempt in (None, state.attempt.number):
+        state.attempt.done.add(rank)
+
+
+def on_node_restarted(state: State, ranks: list[int]) -> None:
+    """An agent is a new process: what its ranks were ready with is gone."""
+    if state.attempt is not None and state.attempt.go is None:
+        state.attempt.ready.difference_update(ranks)
 
 
 def on_failed(state: State, said: NodeMessage.RestoreFailed) -> None:
     """A rank's bytes cannot be had, or the rank cannot use this step."""
     attempt = state.attempt
-    if attempt is not None and attempt.number == said.attempt and attempt.failed is None:
-        attempt.failed = said.error
+    if attempt is None or attempt.number != said.attempt or attempt.failed is not None:
+        return
+    if attempt.go is not None:  # the others have copied: only the ranks that asked again can fail now
+        error = CoordinatorMessage.RestoreError(attempt=attempt.number, error=said.error)
+        state.send(state.ranks[said.rank].node, CoordinatorMessage(restore_error=error))
+        return
+    attempt.failed = said.error
 
 
 def restore(state: State) -> Procedure:
@@ -83,7 +116,7 @@ def restore(state: State) -> Procedure:
     for ref in candidates:
         committed, wrong = yield from _decision(state, ref)
         if committed is not None:
-            wrong = yield from _attempt(state, ref, committed, bad, deadline)
+            wrong = yield from _attempt(state, ref, committed, bad, call.question, deadline)
             if wrong is None:
                 yield from _finish(state, ref, rollback=call.rollback)
                 return
@@ -113,21 +146,30 @@ def restore(state: State) -> Procedure:
         if state.has_ended:
             return
     state.attempts += 1
+    chosen = CoordinatorMessage.RestoreChosen(attempt=state.attempts, found=False)
+    offer = CoordinatorMessage(restore_chosen=chosen)
+    state.attempt = Attempt(number=state.attempts, offer=offer, question=call.question)
     state.log("restore_chosen", step=None)
-    state.broadcast(
-        CoordinatorMessage(restore_chosen=CoordinatorMessage.RestoreChosen(attempt=state.attempts, found=False))
-    )
+    state.broadcast(offer)
 
 
-def _attempt(state: State, ref: StepRef, committed: Committed, bad: list[Quarantined], deadline: float) -> Procedure:
+def _attempt(  # noqa: PLR0917 - one caller, which has just made them
+    state: State,
+    ref: StepRef,
+    committed: Committed,
+    bad: list[Quarantined],
+    question: tuple[int | None, bool, bool],
+    deadline: float,
+) -> Procedure:
     """Offer a step to all nodes and wait until every rank is ready; the error when it cannot be had."""
     state.attempts += 1
-    attempt = state.attempt = Attempt(number=state.attempts, step=ref.step)
     chosen = CoordinatorMessage.RestoreChosen(
-        attempt=attempt.number, found=True, step=ref, committed=committed, fell_back_from=bad
+        attempt=state.attempts, found=True, step=ref, committed=committed, fell_back_from=bad
     )
+    offer = CoordinatorMessage(restore_chosen=chosen)
+    attempt = state.attempt = Attempt(number=state.attempts, step=ref.step, offer=offer, question=question)
     state.log("restore_chosen", step=ref.step, of=ref.timeline, attempt=attempt.number)
-    state.broadcast(CoordinatorMessage(restore_chosen=chosen))
+    state.broadcast(offer)
 
     def settled() -> bool:
         gone = any(not rank.attached for rank in state.ranks.values())
@@ -168,7 +210,8 @@ def _finish(state: State, ref: StepRef, *, rollback: bool) -> Procedure:
     # A rank whose agent is of an older version is ready without a word of what it wants.
     unused = attempt.terms.unused() if not state.missing(attempt.terms.said) else None
     go = CoordinatorMessage.RestoreGo(attempt=attempt.number, unused=unused)
-    state.broadcast(CoordinatorMessage(restore_go=go))
+    attempt.go = CoordinatorMessage(restore_go=go)
+    state.broadcast(attempt.go)
 
 
 def _candidates(state: State, call: RestoreCall) -> tuple[list[StepRef], Error | None]:
@@ -203,7 +246,7 @@ def _decision(state: State, ref: StepRef) -> Procedure:
     if known is not None:
         return known, None
     try:
-        data = yield Get(key=ref.record_key)
+        data = yield Get(key=ref.record_key, label="read_decision")
         committed = records.committed_of(ref, data)
     except DaemonError as wrong:
         return None, wrong.error
@@ -239,7 +282,7 @@ def _refusal(state: State) -> Error | None:
             ranks=missing,
             phase="restore",
         )
-    asked = {(call.step, call.raise_on_corrupt, call.rollback) for call in state.restores.values()}
+    asked = {call.question for call in state.restores.values()}
     if len(asked) > 1:
         return make_error(
             error_pb2.REASON_RANKS_DISAGREE,
@@ -252,6 +295,7 @@ def _refusal(state: State) -> Error | None:
 
 
 def _fail(state: State, error: Error, *, unused: bytes = b"") -> None:
+    state.attempt = None
     state.log("restore_failed", error=error.message)
     told = CoordinatorMessage.RestoreError(attempt=state.attempts, error=error, unused=unused)
     state.broadcast(CoordinatorMessage(restore_error=told))

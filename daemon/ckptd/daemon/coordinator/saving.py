@@ -35,11 +35,21 @@ def on_begin(state: State, call: NodeMessage.Begin) -> None:
     if run is not None and run.go is not None:
         state.send(state.ranks[call.rank].node, run.go)
         return
+    why = state.torn.get(call.step)
+    if why is not None:
+        refuse_begin(state, call.rank, call.step, why)
+        return
     limit = state.lead.options.begin_timeout_s
     timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
     state.begins[call.rank] = BeginCall(
         step=call.step, layout_digest=bytes(call.layout_digest), deadline=state.now + timeout
     )
+
+
+def refuse_begin(state: State, rank: int, step: int, why: Error) -> None:
+    """Answer one rank alone: it asks again, its agent having died, for a step that is over; the others never will."""
+    answer = CoordinatorMessage.BeginDecision(step=step, timeline=str(state.timeline or ""), go=False, error=why)
+    state.send(state.ranks[rank].node, CoordinatorMessage(begin=answer))
 
 
 def begin_is_due(state: State) -> bool:
@@ -325,7 +335,7 @@ def decide(state: State, run: StepRun) -> Procedure:
         made = yield from _proved(state, run)
     key = keys.decision_key(state.timeline, run.step)
     if made is not None:
-        pins = yield from put_until_done(state, ListKeys(prefix=keys.PINS_PREFIX))
+        pins = yield from put_until_done(state, ListKeys(prefix=keys.PINS_PREFIX, label="list_pins"))
         record = history.decision_record(
             timeline=state.timeline,
             step=run.step,
@@ -345,7 +355,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     data = records.to_bytes(record)
     yield from put_until_done(state, Put(key=key, data=data, label=label))
     state.log("decided", step=run.step, committed=made is not None, error=run.failed.message if run.failed else None)
-    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX))
+    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX, label="second_look"))
     if fenced_by(state, claims):
         return
     _note_comparison(state, run, made)
@@ -387,7 +397,7 @@ def _proved(state: State, run: StepRun) -> Procedure:
     assert state.claim is not None
     refs = [run.sealed[node.node] for node in state.claim.nodes]
     try:
-        blobs = yield GetMany(keys=tuple(ref.key for ref in refs))
+        blobs = yield GetMany(keys=tuple(ref.key for ref in refs), label="read_indexes")
         # The word this coordinator gave, not what the indexes say of it: None, and all replicas must be there.
         comparisons = None if run.compared_in is None else replace(state.comparisons)
         verdict = yield Compute(function=judge, arguments=(state.claim, run.step, refs, blobs, comparisons))

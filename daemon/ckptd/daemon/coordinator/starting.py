@@ -13,7 +13,7 @@ from dataclasses import replace
 from ckptd.daemon import history, keys, records
 from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.effects import Compute, Get, GetMany, ListKeys, Probe, Procedure, Put, Wait
-from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done
+from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done, refuse_begin
 from ckptd.daemon.coordinator.state import Listed, Phase, State
 from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.keys import StepId, Timeline
@@ -74,13 +74,13 @@ def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) 
         rollback=rollback,
         quarantined=state.listed.quarantined,
         retention=state.lead.options.retention,
-        pins=(yield from put_until_done(state, ListKeys(prefix=keys.PINS_PREFIX))),
+        pins=(yield from put_until_done(state, ListKeys(prefix=keys.PINS_PREFIX, label="list_pins_to_start"))),
         created_at=state.stamp(),
     )
     key = keys.start_key(state.timeline)
     data = records.to_bytes(record)
     yield from put_until_done(state, Put(key=key, data=data, label="start_record"))
-    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX))
+    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX, label="look_after_start"))
     if fenced_by(state, claims):
         return
     state.listed.keeps = history.with_digest(list(record.keeps), key, data)
@@ -112,7 +112,7 @@ def announce(state: State, node: str | None = None) -> None:
 
 
 def _job(state: State) -> Procedure:
-    data = yield Get(key=keys.JOB)
+    data = yield Get(key=keys.JOB, label="read_job")
     if data is None:
         if state.lead.options.read_only:
             return None
@@ -120,7 +120,7 @@ def _job(state: State) -> Procedure:
         # Another start may be making it at this moment, with another time in it: what stands there is read next.
         with contextlib.suppress(DaemonError):
             yield Put(key=keys.JOB, data=made, label="job")
-        data = yield Get(key=keys.JOB)
+        data = yield Get(key=keys.JOB, label="reread_job")
     job = records.parse_job(data)
     # A run that only reads may take whatever job the root holds.
     if job.job != state.lead.job and (state.lead.job or not state.lead.options.read_only):
@@ -138,7 +138,7 @@ def _claim(state: State) -> Procedure:
     """R1: take a higher number than any there is, in an object of our own, before history is read."""
     asked = state.lead.options.takeover
     while True:
-        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX)))
+        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX, label="list_claims")))
         highest = log.highest_claim()
         if highest is not None and not asked:
             refused = yield from _other_run(state, highest)
@@ -148,7 +148,7 @@ def _claim(state: State) -> Procedure:
         timeline = Timeline(number=log.next_number(), nonce=state.nonce())
         claim = _claim_of(state, timeline)
         yield Put(key=keys.claim_key(timeline), data=records.to_bytes(claim), label="claim")
-        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX)))
+        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX, label="look_after_claim")))
         highest = log.highest_claim()
         if highest is None or highest <= timeline:
             state.timeline, state.claim = timeline, claim
@@ -158,7 +158,7 @@ def _claim(state: State) -> Procedure:
 
 def _other_run(state: State, highest: Timeline) -> Procedure:
     """Refuse a start beside a run that is visibly alive. A courtesy: safety stays with the claims."""
-    data = yield Get(key=keys.claim_key(highest))
+    data = yield Get(key=keys.claim_key(highest), label="read_other_claim")
     if data is None:
         return None
     claim = records.parse_claim(data, keys.claim_key(highest))
@@ -206,7 +206,7 @@ def _claim_of(state: State, timeline: Timeline) -> Claim:
 def _resolve(state: State) -> Procedure:
     """R2: the newest record of older timelines, then whole undecided steps of its timeline, ascending."""
     while True:
-        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX)))
+        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX, label="list_log")))
         if state.timeline is not None and log.is_fenced(state.timeline):
             raise DaemonError(end_fenced(state, log))
         newest, vanished = yield from _newest_record(log, state.timeline)
@@ -223,7 +223,7 @@ def _resolve(state: State) -> Procedure:
         if state.lead.options.read_only:
             return
         claim_key = keys.claim_key(Timeline.parse(record.timeline))
-        claim_data = yield Get(key=claim_key)
+        claim_data = yield Get(key=claim_key, label="read_newest_claim")
         if claim_data is None:
             raise DaemonError.of(
                 f"{claim_key} is gone, but its timeline has records",
@@ -235,10 +235,33 @@ def _resolve(state: State) -> Procedure:
         claim = records.parse_claim(claim_data, claim_key)
         # The coordinator of a living run came back: its ranks have restored, and wait to hear how their saves ended.
         state.start_wanted = claim.run_id == state.lead.run_id
+        begun = _begun_before(state, record) if state.start_wanted else set()
         yield from _posthumous(state, claim, record)
         again = yield from _adopt(state, claim, record, log, Comparisons.of_history(record, aborted))
         if not again:
+            _give_up_torn(state, begun - {ref.step for ref, _ in state.adopted})
             return
+
+
+def _begun_before(state: State, record: Record) -> set[int]:
+    """Return the undecided steps of the same run that some node has slots of: its ranks were told go, and do not ask again."""
+    held = {(timeline, step) for node in state.nodes.values() for timeline, step in node.held}
+    return {step for timeline, step in held if timeline == record.timeline and step > history.step_of(record)}
+
+
+def _give_up_torn(state: State, steps: set[int]) -> None:
+    """Tell ranks that ask once more for such a step, now or later, that it is over: they would wait for the others for ever."""
+    for step in sorted(steps):
+        state.torn[step] = make_error(
+            error_pb2.REASON_ABORTED,
+            f"step {step} was begun before the coordinator restarted, and is not whole",
+            step=step,
+            phase="begin",
+        )
+    for rank, call in list(state.begins.items()):
+        if call.step in state.torn:
+            del state.begins[rank]
+            refuse_begin(state, rank, call.step, state.torn[call.step])
 
 
 def _newest_record(log: LogView, before: Timeline | None) -> Procedure:
@@ -248,7 +271,7 @@ def _newest_record(log: LogView, before: Timeline | None) -> Procedure:
     """
     aborted: dict[StepId, Aborted] = {}
     for key in map(str, log.record_keys(before)):
-        data = yield Get(key=key)
+        data = yield Get(key=key, label="read_newest")
         if data is None:
             return None, True
         record = records.parse_record(data, key)
@@ -269,7 +292,7 @@ def _posthumous(state: State, claim: Claim, record: Record) -> Procedure:
             if step > history.step_of(record) and _may_become_whole(state, claim, step, index_keys)
         ]
 
-    there = history.index_nodes((yield ListKeys(prefix=keys.INDEX_PREFIX)), record.timeline)
+    there = history.index_nodes((yield ListKeys(prefix=keys.INDEX_PREFIX, label="list_uploads")), record.timeline)
     if pending(there):
         state.log("waiting_for_uploads", steps=pending(there))
         yield Wait(until=lambda: not pending(there), deadline=state.now + state.lead.options.posthumous_timeout_s)
@@ -291,13 +314,13 @@ def _may_become_whole(state: State, claim: Claim, step: int, there: set[tuple[in
 
 def _adopt(state: State, claim: Claim, record: Record, log: LogView, comparisons: Comparisons) -> Procedure:
     """Adopt whole undecided steps in ascending order; True when something vanished meanwhile: begin again."""
-    listing = yield ListKeys(prefix=keys.INDEX_PREFIX)
+    listing = yield ListKeys(prefix=keys.INDEX_PREFIX, label="list_candidates")
     # Newer than the newest record, in its own timeline, and no record: these are abort markers.
     decided = log.decision_keys(Timeline.parse(record.timeline))
     aborted = {step for step, _ in decided if step > history.step_of(record)}
     state.adopted = []
     for step, refs in history.candidates(claim=claim, record=record, index_keys=listing, aborted=aborted):
-        blobs = yield GetMany(keys=tuple(ref.key for ref in refs))
+        blobs = yield GetMany(keys=tuple(ref.key for ref in refs), label="read_candidates")
         if any(blob is None for blob in blobs):
             return True
         listed = [*state.listed.keeps, *(ref for ref, _ in state.adopted)]

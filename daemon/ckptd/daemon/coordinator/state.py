@@ -78,6 +78,11 @@ class RestoreCall:
     rollback: bool
     deadline: float
 
+    @property
+    def question(self) -> tuple[int | None, bool, bool]:
+        """What must be equal on all ranks."""
+        return self.step, self.raise_on_corrupt, self.rollback
+
 
 @dataclass(kw_only=True, slots=True)
 class StepRun:
@@ -99,14 +104,20 @@ class StepRun:
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """One try to restore one step on all ranks."""
+    """One answer to Restore on all ranks: a step that is tried, or that there is none.
+
+    `offer` says so to the nodes; it is said again to a node whose ranks ask again, because it was away or its agent is a new
+    process. `go` is set when the ranks were told to copy, `done` holds those that need no answer any more.
+    """
 
     number: int
-    step: int
+    offer: CoordinatorMessage
+    question: tuple[int | None, bool, bool]
+    step: int | None = None
+    go: CoordinatorMessage | None = None
     ready: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     failed: Error | None = None
-    failed_done: Error | None = None
     terms: Terms = field(default_factory=Terms)
     unused: bytes = b""
     """Bits of the names that `failed` is about, if it is about names that no rank asks for."""
@@ -156,6 +167,8 @@ class State:
     restores: dict[int, RestoreCall] = field(default_factory=dict)
     steps: dict[int, StepRun] = field(default_factory=dict)
     decided: dict[int, Error | None] = field(default_factory=dict)
+    torn: dict[int, Error] = field(default_factory=dict)
+    """Steps that an agent's or a coordinator's death ended before all had staged: a rank that asks again hears why."""
     last_begun: int = -1
     attempt: Attempt | None = None
     attempts: int = 0

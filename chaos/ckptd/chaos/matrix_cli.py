@@ -1,0 +1,192 @@
+"""`ckptd chaos failpoints` and `ckptd chaos matrix`: every boundary of the protocol, and a fault at each.
+
+Exit codes of `matrix`: 0 pass, 1 fail, 3 unknown, 2 usage.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ckptd.chaos.cache import code_digest, default_cache
+from ckptd.chaos.cluster.store import STORES
+from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, REASONS, SHAPES, VICTIMS, Cell, reason
+from ckptd.chaos.matrix.cells import cells as all_cells
+from ckptd.chaos.matrix.results import NOT_APPLICABLE, CellResult, Results, commit_of
+from ckptd.chaos.matrix.running import Matrix
+from ckptd.chaos.matrix.summary import Summary, summarize
+from ckptd.chaos.matrix.survey import draw
+from ckptd.chaos.matrix.workload import SCRIPT, TINY, Shape, Workload, real_job
+from ckptd.chaos.verdict import Verdict
+from ckptd.protos.boundaries import BOUNDARIES, ROLES
+
+_REAL_SHAPE = Shape(nnodes=2, nproc=2)
+_COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNKNOWN: "yellow"}
+
+
+def failpoints(
+    *,
+    role: Annotated[str | None, typer.Option(help=f"Only those that one role passes: {', '.join(ROLES)}.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+) -> None:
+    """List every failpoint: its name, who passes it, and what lies before and after it."""
+    if role is not None and role not in ROLES:
+        raise typer.BadParameter(f"--role is {role!r}; allowed: {', '.join(ROLES)}")
+    found = [one for one in BOUNDARIES.values() if role in (None, one.role)]
+    if as_json:
+        told = [{"name": one.name, "role": one.role, "before": one.before, "after": one.after} for one in found]
+        sys.stdout.write(json.dumps(told, indent=1) + "\n")
+        return
+    table = Table("failpoint", "role", "after", "before", box=None)
+    for one in found:
+        table.add_row(one.name, one.role, escape(one.before), escape(one.after))
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def matrix(
+    *,
+    store: Annotated[str, typer.Option(help="local: files; s3: a SeaweedFS server of its own; or both.")] = "both",
+    only: Annotated[str, typer.Option(help="Pattern of shells for cells or their boundaries.")] = "*",
+    role: Annotated[str | None, typer.Option(help=f"Only cells that hit one of: {', '.join(VICTIMS)}.")] = None,
+    results: Annotated[Path | None, typer.Option(help="Folder of results. [default: in the user's cache]")] = None,
+    sample: Annotated[int, typer.Option(min=0, help="Run so many cells only, chosen by the seed; 0: all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Chooses the sample. [default: random]")] = None,
+    moe: Annotated[
+        Path | None,
+        typer.Option(help="examples/train_moe.py: hurt that job under torchrun, on 2 x 2 ranks, once in each way."),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Run cells again that have a result for this code.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Only list the cells that would be run.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Hurt a small job at every boundary, in every role, on both stores, and judge each: 0 pass, 1 fail, 3 unknown.
+
+    Results are kept per version of the code: a matrix that was broken off goes on where it stopped.
+    """
+    if store not in (*STORES, "both"):
+        raise typer.BadParameter(f"--store is {store!r}; allowed: {', '.join(STORES)}, both")
+    if role is not None and role not in VICTIMS:
+        raise typer.BadParameter(f"--role is {role!r}; allowed: {', '.join(VICTIMS)}")
+    chosen = [
+        cell
+        for cell in all_cells(SHAPES if moe is None else (_REAL_SHAPE,))
+        if cell.matches(only) and role in (None, cell.victim) and store in (cell.store, "both")
+    ]
+    if moe is not None and not moe.is_file():
+        raise typer.BadParameter(f"--moe: there is no script {str(moe)!r}")
+    console = Console(stderr=as_json)
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
+    if sample:
+        console.print(f"seed {seed}", style="dim")
+        chosen = sampled(chosen, sample, seed)
+    applicable = [cell for cell in chosen if reason(cell) is None]
+    if not applicable:
+        raise typer.BadParameter(
+            "no cell of the matrix is meant, or none applies; `ckptd chaos failpoints` lists boundaries"
+        )
+    if listed:
+        for cell in applicable:
+            typer.echo(str(cell))
+        return
+    code = code_digest(SCRIPT if moe is None else moe)
+    kept = Results((results or default_cache() / "matrix"), code)
+    kept.begin(commit=commit_of(Path(__file__).parent), code=code, begun=time.time())
+    if moe is None:
+        due = [cell for cell in applicable if again or not kept.is_settled(str(cell))]
+        summary = _run(chosen, due, kept, console)
+    else:
+        summary = _hurt_real_job(moe.resolve(), applicable, seed if only == "*" else None, kept, console)
+    if as_json:
+        sys.stdout.write(json.dumps(summary.to_dict(), indent=1) + "\n")
+    else:
+        _print(summary, console, kept.path)
+    raise typer.Exit(summary.verdict.exit_code)
+
+
+def sampled(chosen: list[Cell], count: int, seed: int) -> list[Cell]:
+    """Return `count` cells that apply, no boundary twice where that can be; the same ones for the same seed."""
+    cells = [cell for cell in chosen if reason(cell) is None]
+    random.Random(f"matrix/{seed}").shuffle(cells)
+    first: dict[str, Cell] = {}
+    for cell in cells:
+        first.setdefault(cell.boundary, cell)
+    others = [cell for cell in cells if first[cell.boundary] is not cell]
+    return [*first.values(), *others][:count]
+
+
+def _hurt_real_job(script: Path, cells: list[Cell], seed: int | None, kept: Results, console: Console) -> Summary:
+    """Run one cell for each victim and action, drawn by the seed among those the job passes; all of them without a seed."""
+    workload = real_job(script)
+    if seed is not None:
+        console.print(f"seed {seed}; an undisturbed run first", style="dim")
+        with tempfile.TemporaryDirectory(prefix="ckptd-matrix-") as out, Matrix(Path(out), kept, workload) as running:
+            surveyed = running.survey(workload.plays[0], _REAL_SHAPE, cells[0].store)
+        cells = draw(cells, surveyed.passes, seed)
+    return _run(cells, cells, kept, console, workload)
+
+
+def _run(chosen: list[Cell], due: list[Cell], kept: Results, console: Console, workload: Workload = TINY) -> Summary:
+    begun, done = time.monotonic(), 0
+    console.print(f"{len(chosen)} cells, {len(due)} to run; results in {kept.folder}", style="dim", highlight=False)
+
+    def tell(result: CellResult) -> None:
+        nonlocal done
+        done += 1
+        took = time.monotonic() - begun
+        left = (len(due) - done) * took / done
+        colour = "dim" if result.verdict == NOT_APPLICABLE else _COLOURS[Verdict(result.verdict)]
+        console.print(
+            f"[{colour}]{result.verdict}[/{colour}] {escape(result.cell)} [dim]{result.seconds:.1f} s; {escape(result.struck)}; "
+            f"{done}/{len(due)}, {took / 60:.0f} min, {left / 60:.0f} left[/dim]",
+            soft_wrap=True,
+            highlight=False,
+        )
+        for check, text in result.problems.items():
+            if result.verdict != NOT_APPLICABLE:
+                console.print(f"    {check}: {escape(text)}", soft_wrap=True, highlight=False)
+
+    if due:
+        out = Path(tempfile.mkdtemp(prefix="ckptd-matrix-"))
+        with Matrix(out, kept, workload) as running:
+            running.run(due, tell=tell)
+        summary = summarize(chosen, kept.known)
+        if not summary.bad:
+            shutil.rmtree(out, ignore_errors=True)
+        return summary
+    return summarize(chosen, kept.known)
+
+
+def _print(summary: Summary, console: Console, path: Path) -> None:
+    table = Table("boundary of", "hit", "store", "shape", "pass", "fail", "unknown", "open", box=None)
+    for row, counted in sorted(summary.rows.items()):
+        table.add_row(*row, *(str(counted[name] or "") for name in ("pass", "fail", "unknown", "open")))
+    console.print(table)
+    texts = {one.name: one.text for one in (*REASONS, ONLY_COORDINATOR)}
+    for name, count in summary.not_applicable.items():
+        console.print(f"not applicable: {count} ({escape(texts[name])})", highlight=False)
+    for name in summary.silent:
+        console.print(f"[red]fired in no cell: {name}[/red]")
+    for result in summary.bad:
+        colour = _COLOURS[Verdict(result.verdict)]
+        console.print(
+            f"[{colour}]{result.verdict}[/{colour}] {escape(result.replay)}  {result.evidence}", soft_wrap=True
+        )
+    colour = _COLOURS[summary.verdict]
+    totals = ", ".join(f"{count} {name}" for name, count in summary.totals.items())
+    console.print(
+        f"[bold {colour}]{summary.verdict}[/bold {colour}]: {totals}; {summary.seconds / 60:.1f} min of runs; {path}",
+        soft_wrap=True,
+        highlight=False,
+    )

@@ -1,0 +1,102 @@
+"""A rank that asks again for a step that a death has ended hears so at once: the others have gone on, and never ask again."""
+
+from __future__ import annotations
+
+from fixtures.coordinated import NODES, Play, Run
+
+from ckptd.protos import error_pb2
+from ckptd.protos.coordinator_pb2 import Held
+
+
+def refusals(run: Run) -> list[tuple[str, int, int]]:
+    """Return (node, step, reason) of each no-go, and forget what was said."""
+    found: list[tuple[str, int, int]] = [
+        (to, m.begin.step, m.begin.error.reason) for to, m in run.said if m.HasField("begin") and not m.begin.go
+    ]
+    run.said.clear()
+    return found
+
+
+def reattach(run: Run, rank: int) -> None:
+    """The rank's node comes with a new agent process that holds nothing."""
+    run.hello(rank, incarnation="another")
+
+
+def test_a_step_whose_agent_died_before_it_was_staged_is_refused_to_the_rank_that_asks_again() -> None:
+    """The step is aborted for all; the next one goes as ever."""
+    run = Play().run().attach()
+    run.begin(1)
+    run.settle()
+    reattach(run, 1)
+    run.settle()
+    assert run.outcomes() == {1: False}
+    run.said.clear()
+    run.begin(1, ranks=(1,))
+    assert refusals(run) == [(NODES[1], 1, error_pb2.REASON_NODE_LOST)]
+    run.begin(2)
+    run.settle()
+    assert run.last("begin").begin.go
+    assert run.last("begin").begin.step == 2
+
+
+def test_a_step_begun_before_the_coordinator_restarted_is_refused_to_the_rank_that_asks_again() -> None:
+    """Node 1 has slots of it, so its rank was told go; whether rank 0 asks before or after history is read is all the same."""
+    for early in (True, False):
+        play = Play()
+        before = play.run().attach()
+        before.save(1)
+        before.settle()
+        before.begin(2)
+        before.settle()
+        again = play.run()
+        again.lead.run_id = before.lead.run_id
+        held = [Held(timeline=before.timeline, step=2)]
+        if early:
+            again.hello(0)
+            again.attach(held=held)
+            assert again.state.claim is None
+            again.begin(2, ranks=(0,))
+            again.settle()
+        else:
+            again.attach(held=held)
+            again.settle()
+            again.begin(2, ranks=(0,))
+        assert refusals(again) == [(NODES[0], 2, error_pb2.REASON_ABORTED)]
+        again.begin(3)
+        again.settle()
+        assert again.last("begin").begin.go
+
+
+def test_the_same_number_in_another_run_is_no_repetition() -> None:
+    """What is left of a run before does not keep the next one from saving a step of that number."""
+    play = Play()
+    before = play.run().attach()
+    before.save(1)
+    before.settle()
+    before.begin(2)
+    before.settle()
+    after = play.run().attach(held=[Held(timeline=before.timeline, step=2)])
+    after.settle()
+    after.wait(10_000.0)
+    after.settle()
+    after.begin(2)
+    after.settle()
+    assert after.last("begin").begin.go
+
+
+def test_a_step_that_was_adopted_is_none_of_them() -> None:
+    """It is whole, so every rank had staged it: nobody asks for it again, and it counts."""
+    play = Play()
+    before = play.run().attach()
+    before.save(1)
+    before.settle()
+    before.begin(2)
+    before.settle()
+    before.stage(2)
+    indexes = [before.put(2, rank) for rank in range(2)]
+    again = play.run()
+    again.lead.run_id = before.lead.run_id
+    again.attach(held=[Held(timeline=before.timeline, step=2, ranks=[0, 1], index=indexes[0])])
+    again.settle()
+    assert [ref.step for ref in again.state.listed.keeps] == [1, 2]
+    assert again.state.torn == {}

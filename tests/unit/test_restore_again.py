@@ -1,0 +1,208 @@
+"""A rank whose agent, or whose coordinator, died in the midst of a restore is answered again; it waits for nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fixtures.coordinated import NODES, Play, Run
+from fixtures.raw_rank import options
+
+from ckptd.daemon.any_mesh import Wanted
+from ckptd.daemon.restores import NodeRestore
+from ckptd.daemon.session import Session
+from ckptd.daemon.telemetry import EventLog
+from ckptd.protos import error_pb2
+from ckptd.protos.agent_pb2 import AttachRequest, RestoreRequest
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
+from ckptd.protos.error_pb2 import Error
+
+
+def restoring(*, steps: int = 1) -> tuple[Play, Run]:
+    """Return a second run of a job whose ranks have asked to restore."""
+    play = Play()
+    before = play.run().attach()
+    for step in range(1, steps + 1):
+        before.save(step)
+        before.settle()
+    run = play.run().attach()
+    ask(run, 0, 1)
+    run.settle()
+    return play, run
+
+
+def ask(run: Run, *ranks: int, **more: Any) -> None:
+    for rank in ranks:
+        run.say(rank, restore=NodeMessage.Restore(rank=rank, **more))
+
+
+def ready(run: Run, *ranks: int) -> None:
+    for rank in ranks:
+        run.say(rank, restore_ready=NodeMessage.RestoreReady(rank=rank, attempt=1))
+
+
+def told(run: Run, rank: int) -> list[str]:
+    """Return what the rank's node was told of restoring, and forget it."""
+    kinds = [kind for kind in run.kinds(NODES[rank]) if kind.startswith("restore")]
+    run.said.clear()
+    return kinds
+
+
+def test_a_restarted_agent_gets_the_offer_again_and_its_ready_counts_anew() -> None:
+    """What it was ready with is gone: nobody copies before it is ready once more."""
+    _, run = restoring()
+    ready(run, 0, 1)
+    run.until(lambda operation: getattr(operation, "label", "") == "list_pins_to_start")
+    assert told(run, 1) == ["restore_chosen"]
+    _, run = restoring()
+    ready(run, 1)
+    told(run, 1)
+    run.hello(1, incarnation="another")
+    ask(run, 1)
+    assert told(run, 1) == ["restore_chosen"]
+    ready(run, 0)
+    run.settle()
+    assert told(run, 0) == []
+    ready(run, 1)
+    run.settle()
+    assert "restore_go" in told(run, 1)
+
+
+def test_an_agent_that_dies_after_the_others_were_told_to_copy_is_told_again() -> None:
+    """The other ranks have restored and never ask again; this one gets the same step, and may copy as soon as it is ready."""
+    _, run = restoring()
+    ready(run, 0, 1)
+    run.settle()
+    assert "restore_go" in told(run, 1)
+    run.hello(1, incarnation="another")
+    told(run, 1)
+    ask(run, 1)
+    assert told(run, 1) == ["restore_chosen"]
+    ready(run, 1)
+    assert [(to, m.restore_go.attempt) for to, m in run.said if m.HasField("restore_go")] == [(NODES[1], 1)]
+
+
+def test_what_fails_after_the_others_have_copied_fails_there_alone() -> None:
+    """The rank that asked again hears why; a rank that has copied hears nothing."""
+    _, run = restoring()
+    ready(run, 0, 1)
+    run.settle()
+    told(run, 1)
+    bad = Error(reason=error_pb2.REASON_CORRUPT, message="gone")
+    ask(run, 1)
+    run.said.clear()
+    run.say(1, restore_failed=NodeMessage.RestoreFailed(rank=1, attempt=1, error=bad))
+    assert [(to, m.restore_error.error.message) for to, m in run.said] == [(NODES[1], "gone")]
+
+
+@pytest.mark.parametrize("end", ["done", "begin"])
+def test_a_rank_that_had_its_answer_asks_for_a_new_one(end: str) -> None:
+    """After it has copied, or gone on to save, a restore is another one: it waits for all ranks."""
+    _, run = restoring()
+    ready(run, 0, 1)
+    run.settle()
+    for rank in (0, 1):
+        if end == "done":
+            run.say(rank, restore_done=NodeMessage.RestoreDone(rank=rank, attempt=1))
+        else:
+            run.say(rank, begin=NodeMessage.Begin(rank=rank, step=9))
+    told(run, 0)
+    ask(run, 0)
+    run.settle()
+    assert told(run, 0) == []
+    ask(run, 1)
+    run.settle()
+    assert told(run, 0) == ["restore_chosen"]
+    assert run.state.attempt.number == 2
+
+
+def test_another_question_is_no_repetition() -> None:
+    """A rank that asks for a step by number is not answered with what was offered before."""
+    _, run = restoring(steps=2)
+    told(run, 1)
+    ask(run, 1, step=1)
+    assert told(run, 1) == []
+
+
+def test_that_there_is_nothing_is_said_again_until_something_is_saved() -> None:
+    """On an empty root too, the rank of a restarted agent must not wait for ranks that train already."""
+    run = Play().run().attach()
+    ask(run, 0, 1)
+    run.settle()
+    assert told(run, 1) == ["restore_chosen"]
+    ask(run, 1)
+    assert told(run, 1) == ["restore_chosen"]
+    run.save(1)
+    run.settle()
+    told(run, 1)
+    ask(run, 1)
+    run.settle()
+    assert told(run, 1) == []
+    ask(run, 0)
+    run.settle()
+    assert run.last("restore_chosen").restore_chosen.step.step == 1
+
+
+# ---------------------------------------------------------------- the agent
+
+
+def node_restore() -> tuple[NodeRestore, Session]:
+    """Return the restores of a run with one rank here, and its session; nothing is loaded."""
+    about = AttachRequest(rank=0, world=2, options=options())
+    session = Session(token="token", about=about)
+    link: Any = SimpleNamespace(
+        about=about,
+        ranks={0: session},
+        live_ranks=[0],
+        trouble="",
+        check_alive=lambda: None,
+        say=lambda _message: None,
+        spawn=lambda work: work.close(),
+    )
+    held: Any = SimpleNamespace(job="job", snapshots={}, arena=SimpleNamespace(release=lambda: None))
+    return NodeRestore(node="node", held=held, link=link, log=EventLog(None)), session
+
+
+def chosen(attempt: int) -> CoordinatorMessage:
+    return CoordinatorMessage(restore_chosen=CoordinatorMessage.RestoreChosen(attempt=attempt, found=True))
+
+
+def test_ranks_ask_another_coordinator_process_again() -> None:
+    """It knows nothing of the attempt, and may give its number to another step: what waits for it must not take that one."""
+
+    async def play() -> tuple[bool, bool]:
+        restores, session = node_restore()
+        restores.on_message(chosen(1))
+        waiting = asyncio.get_running_loop().create_task(restores.want(session, 1, Wanted(), None))
+        await asyncio.sleep(0)
+        restores.coordinator_restarted()
+        answer = await waiting
+        restores.on_message(CoordinatorMessage(restore_go=CoordinatorMessage.RestoreGo(attempt=1)))
+        asked = asyncio.get_running_loop().create_task(restores.ask(session, RestoreRequest()))
+        await asyncio.sleep(0)
+        nothing = CoordinatorMessage.RestoreChosen(attempt=1, found=False)
+        restores.on_message(CoordinatorMessage(restore_chosen=nothing))
+        return answer[0].superseded, (await asked)[0].found.found
+
+    assert asyncio.run(play()) == (True, False)
+
+
+def test_an_offer_that_comes_again_answers_a_rank_that_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank's connection broke, not its agent: the step is loaded already, and nothing else would answer."""
+    monkeypatch.setattr(
+        NodeRestore, "_stored_parts", lambda _self, attempt, stored, rank: [attempt.number, stored, rank]
+    )
+
+    async def play() -> list[Any]:
+        restores, session = node_restore()
+        restores.on_message(chosen(1))
+        assert restores._attempt is not None
+        restores._attempt.loaded.set_result("stored")  # type: ignore[arg-type]
+        asked = asyncio.get_running_loop().create_task(restores.ask(session, RestoreRequest()))
+        await asyncio.sleep(0)
+        restores.on_message(chosen(1))
+        return list(await asyncio.wait_for(asked, 10))
+
+    assert asyncio.run(play()) == [1, "stored", 0]
