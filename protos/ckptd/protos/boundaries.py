@@ -169,6 +169,7 @@ _ALL: tuple[Boundary, ...] = (
         ("sealed", "the node's part is in the store", "the step is decided when all nodes are sealed"),
         ("failed", "the node cannot finish a step", "the step is aborted"),
         ("restore", "a rank asked to restore", "a step is chosen when all have asked"),
+        ("restore_wanted", "a rank said what it wants", "what all ranks want is held side by side"),
         ("restore_ready", "a rank's bytes are verified", "all copy when all are ready"),
         ("restore_failed", "a rank cannot use the step, or its bytes cannot be had", "another one is chosen, or none"),
         ("restore_done", "a rank has copied", "it is noted"),
