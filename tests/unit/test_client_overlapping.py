@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ckptd.client.overlapping import overlaps, settle
+from ckptd.client import InvalidRequest
+from ckptd.client.overlapping import overlaps, settle, sharing
 
 __all__ = ["fake_agent", "make"]
 
@@ -40,11 +41,11 @@ def test_an_expanded_tensor_takes_any_value(dtype: torch.dtype) -> None:
     base = torch.zeros(3, 1).to(dtype)
     live = base.expand(3, 4)
     value = torch.tensor([[1.0], [0.0], [1.0]]).to(dtype).expand(3, 4).contiguous()
-    settle(live, value)
+    settle(live, value, [])
     assert torch.equal(live, value)
     assert torch.equal(base, value[:, :1])
     value[0, 3] = 0
-    settle(live, value)
+    settle(live, value, [])
     assert torch.equal(live, value)
     assert base.data_ptr() != live.data_ptr()
 
@@ -53,7 +54,7 @@ def test_equal_is_said_of_bits() -> None:
     """-0.0 equals 0.0, and yet they are two values."""
     base = torch.ones(1)
     live = base.expand(2)
-    settle(live, torch.tensor([0.0, -0.0]))
+    settle(live, torch.tensor([0.0, -0.0]), [])
     assert torch.equal(torch.signbit(live), torch.tensor([False, True]))
     assert base.item() == 1
 
@@ -79,3 +80,93 @@ def test_an_expanded_tensor_is_cast(make: Make) -> None:
     again.track(model=here)
     assert again.restore(only="model", cast=True) is not None
     assert torch.equal(here.mask, torch.full((3, 4), 1.5, dtype=torch.bfloat16))
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 4), st.integers(0, 4), st.integers(1, 9)), max_size=6))
+def test_all_that_share_a_place_are_found(windows: list[tuple[int, int, int, int]]) -> None:
+    """Whatever the windows: two names that have an element at one place are in one group, and no name is alone in its."""
+    memory, places = torch.zeros(200), torch.arange(200)
+    spans = [((rows, columns), (stride, 1), at) for at, rows, columns, stride in windows]
+    tensors = {str(number): memory.as_strided(*span) for number, span in enumerate(spans)}
+    seen = {str(number): set(places.as_strided(*span).reshape(-1).tolist()) for number, span in enumerate(spans)}
+    found = sharing(tensors.items())
+    for one, other in ((a, b) for a in seen for b in seen if a < b and seen[a] & seen[b]):
+        assert found[one] == found[other]
+    assert all(list(found.values()).count(group) > 1 for group in found.values())
+
+
+def named(**buffers: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    for name, tensor in buffers.items():
+        module.register_buffer(name, tensor)
+    return module
+
+
+SHARED: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+    "part": lambda base: {"base": base, "view": base[1:3]},
+    "part first": lambda base: {"a": base[1:3], "base": base},
+    "three": lambda base: {"base": base, "one": base[:3], "two": base[2:]},
+    "columns": lambda base: {"left": base.view(3, 2)[:, 0], "right": base.view(3, 2)[:, 1]},
+    "transposed": lambda base: {"base": base.view(2, 3), "view": base.view(2, 3).t()},
+    "integers": lambda base: {"base": base, "view": base.view(torch.int32)},
+    "conjugate": lambda base: {
+        "base": torch.view_as_complex(base.view(3, 2)),
+        "view": torch.view_as_complex(base.view(3, 2)).conj(),
+    },
+    "negated": lambda base: {"base": base, "view": torch._neg_view(base)},
+    "expanded": lambda base: {"base": base, "view": base[:1].expand(4)},
+}
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("alike", [True, False], ids=["values agree", "values differ"])
+@pytest.mark.parametrize("kind", SHARED)
+def test_live_tensors_that_share_memory_each_get_their_own_value(
+    make: Make, kind: str, alike: bool, cast: bool
+) -> None:
+    """Never what was copied last. Memory stays shared where the values agree; else each has its own, as the same object."""
+    source = SHARED[kind](torch.arange(1.0, 7.0))
+    saved = {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in source.items()}
+    if not alike:
+        for number, tensor in enumerate(saved.values()):
+            tensor.add_(10 * number)
+    base = torch.zeros(6)
+    live = SHARED[kind](base)
+    checkpointer = make(audit="off")
+    checkpointer.save(1, {"model": named(**saved)}).wait()
+    model = named(**live)
+    checkpointer.restore_into({"model": model}, cast=cast)
+    for name, tensor in live.items():
+        assert model.get_buffer(name) is tensor
+        assert torch.equal(tensor, saved[name]), name
+    assert alike <= torch.equal(base, torch.arange(1.0, 7.0))
+
+
+def test_what_is_cast_for_tensors_that_share_memory_is_right_too(make: Make) -> None:
+    """Stored in another dtype than all of them."""
+    base = torch.zeros(4, dtype=torch.bfloat16)
+    checkpointer = make(audit="off")
+    checkpointer.save(1, {"model": named(a=torch.arange(4.0), b=torch.tensor([7.0, 8.0]))}).wait()
+    live = named(a=base, b=base[:2])
+    checkpointer.restore_into({"model": live}, cast=True)
+    assert live.get_buffer("a").tolist() == [0, 1, 2, 3]
+    assert live.get_buffer("b").tolist() == [7, 8]
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_one_tensor_that_is_to_hold_two_values_is_refused(make: Make, cast: bool) -> None:
+    """It is one here and was two where it was saved: the error names both, and nothing at all is touched."""
+    checkpointer = make(audit="off")
+    stored = torch.float64 if cast else torch.float32
+    one, two = torch.ones(4, dtype=stored), torch.full((4,), 2.0, dtype=stored)
+    checkpointer.save(1, {"a": named(x=one, y=one), "b": named(x=two), "n": 5}).wait()
+    both = torch.zeros(4)
+    state = {"a": named(x=both, y=both), "b": named(x=both), "n": 0}
+    with pytest.raises(InvalidRequest, match="b/x: stored apart from a/x and with other values") as caught:
+        checkpointer.restore_into(state, cast=cast)
+    assert caught.value.key == "b/x"
+    assert (both.tolist(), state["n"]) == ([0, 0, 0, 0], 0)
+    two.fill_(1)
+    checkpointer.save(2, {"a": named(x=one, y=one), "b": named(x=two), "n": 5}).wait()
+    checkpointer.restore_into(state, cast=cast)
+    assert (both.tolist(), state["n"]) == ([1, 1, 1, 1], 5)

@@ -148,10 +148,12 @@ class Restorer:
             if stored.other_mesh:
                 unexpected = self._unasked(found, stored, strict=question.strict)
             files = self._files(attachment, deadline)
-            # Own tensors of other ranks go into fresh memory; what is decoded may depend on them.
-            self._fill([piece for piece in fetched.pieces if piece.wanted.rank is not None], files)
+            # Some go into fresh memory: other ranks' own, which what is decoded may depend on, and what is to share
+            # memory here. Checks come between these and the live tensors.
+            self._fill([piece for piece in fetched.pieces if piece.wanted.is_fresh], files)
             restoring.decode({key: files.read(*place).numpy().tobytes() for key, place in fetched.objects.items()})
-            self._fill([piece for piece in fetched.pieces if piece.wanted.rank is None], files)
+            restoring.targets.check_shared()
+            self._fill([piece for piece in fetched.pieces if not piece.wanted.is_fresh], files)
         except Exception as failure:
             text = f"rank {self._topology.rank}: {type(failure).__name__}: {failure}"
             told = failure if isinstance(failure, CkptdError) else CkptdError(text, rank=self._topology.rank)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -21,9 +21,10 @@ from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
-from .overlapping import held, overlaps, settle
+from .overlapping import Settled, held, overlaps, settle, sharing
 from .placements import LocalBox
 from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of
+from .staging import plain_bytes
 from .stored import Stored
 
 _SCOPES: dict[int, str] = {SCOPE_GLOBAL: "a piece of a global tensor", SCOPE_PER_RANK: "each rank's own"}
@@ -41,6 +42,13 @@ class Wanted:
     view: torch.Tensor
     rank: int | None = None
     """Stored rank whose own it is, where a step of another mesh is read; the view is fresh memory then."""
+    is_apart: bool = False
+    """Whether the view is fresh memory that stands for a live tensor until `Targets.settle`."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether filling the view touches nothing live, and what is checked may depend on it."""
+        return self.rank is not None or self.is_apart
 
 
 def _describe(dtype: str, shape: Iterable[int]) -> str:
@@ -57,9 +65,16 @@ class Targets:
     Args:
         stored: What is there.
         scope_of: The collector's rule, so that a name has the same scope in a restore as in a save.
+        apart: Names whose live tensors share memory with those of other names, and the number of their group, see
+            `sharing`.
     """
 
-    def __init__(self, stored: Stored, scope_of: Callable[[str, object, int], int]) -> None:
+    def __init__(
+        self,
+        stored: Stored,
+        scope_of: Callable[[str, object, int], int],
+        apart: Mapping[str, int] | None = None,
+    ) -> None:
         self.stored = stored
         self.scope_of = scope_of
         self.wanted: list[Wanted] = []
@@ -69,7 +84,9 @@ class Targets:
         self.missing: list[str] = []
         self.mismatched: dict[str, str] = {}
         self._dtypes_differ = False
-        self._overlapping: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._apart = apart or {}
+        self._filled: list[tuple[str, torch.Tensor]] = []
+        self._overlapping: dict[str, list[Settled]] = {}
         self._claimed: set[str] = set()
         self._claimed_objects: set[str] = set()
 
@@ -89,11 +106,13 @@ class Targets:
         if source != name:
             self._claimed.add(name)
         if self._fits(name, source, pieces, self.scope_of(name, leaf, scope)):
-            if overlaps(pieces.local):
+            self._filled.append((name, pieces.local))
+            is_apart = name in self._apart or overlaps(pieces.local)
+            if is_apart:
                 apart = torch.empty(pieces.local.shape, dtype=pieces.dtype, device=pieces.local.device)
                 self._overlapping[name] = [(held(leaf), apart)]
                 pieces = replace(pieces, local=apart)
-            self._want(source, pieces)
+            self._want(source, pieces, is_apart=is_apart)
         self._claimed.add(source)
         self.tensors[name] = leaf
 
@@ -127,12 +146,12 @@ class Targets:
             self.mismatched[name] = difference
         return difference is None
 
-    def _want(self, source: str, pieces: Pieces) -> None:
+    def _want(self, source: str, pieces: Pieces, *, is_apart: bool = False) -> None:
         rows = {row.box: row for row in self.stored.rows[source]}
         first = self.stored.rows[source][0]
         for box, view in zip(pieces.boxes, pieces.views(), strict=True):
             row = rows.get((box.offset, box.length)) or _row_of(first, box, pieces.dtype)
-            self.wanted.append(Wanted(row=row, view=view))
+            self.wanted.append(Wanted(row=row, view=view, is_apart=is_apart))
 
     def drop(self, name: str) -> None:
         """Take what is stored as `name`, and below it, for asked: it is left alone."""
@@ -154,11 +173,35 @@ class Targets:
             self._claimed.add(name)
             self.mismatched[name] = _OWN_ELSEWHERE
 
+    def sharing(self) -> dict[str, int]:
+        """Return the names whose live tensors share memory with those of other names, and the number of their group."""
+        return sharing(self._filled)
+
+    def check_shared(self) -> None:
+        """Check that one tensor is to hold one value. What is apart must be filled; nothing live is touched.
+
+        Raises:
+            InvalidRequest: stored are two values for it.
+        """
+        seen: dict[int, tuple[str, torch.Tensor]] = {}
+        for name in self._apart:
+            for live, value in self._overlapping.get(name, ()):
+                other, first = seen.setdefault(id(live), (name, value))
+                if first is not value and plain_bytes(first) != plain_bytes(value):
+                    raise InvalidRequest(
+                        f"{name}: stored apart from {other} and with other values, here one tensor is both",
+                        reason=error_pb2.REASON_LAYOUT_MISMATCH,
+                        hint="restore them into tensors of their own, or leave one out",
+                        key=name,
+                        phase="restore",
+                    )
+
     def settle(self) -> None:
         """Give tensors whose elements share memory their value. For when everything was copied."""
-        for pairs in self._overlapping.values():
+        groups: dict[int, list[Settled]] = {}
+        for name, pairs in self._overlapping.items():
             for live, value in pairs:
-                settle(live, value)
+                settle(live, value, beside=groups.setdefault(self._apart[name], []) if name in self._apart else [])
 
     def tie(self, name: str, owner: str, leaf: object) -> None:
         """Say that `leaf`, called `name`, shares the memory of `owner`, which is filled."""

@@ -25,7 +25,7 @@ from .optimizers import Names, TrackedOptimizer, parameter_names
 from .resharding import Gathered, ReshardHook, decoded
 from .selecting import EVERYTHING, Choice, ChosenTargets
 from .sharding import PerRank, Sharded
-from .state import Collected, Collector
+from .state import Collected, Collector, check_text
 from .stored import Stored
 from .targets import ObjectKey, Targets
 from .tree import component
@@ -120,6 +120,7 @@ def _checked_name(name: str, taken: set[str]) -> str:
             else "something is tracked as this already"
         )
         raise InvalidRequest(f"{name}: {why}", hint="choose another name", key=name)
+    check_text(name)
     return component(name)
 
 
@@ -225,19 +226,28 @@ class Tracking:
         unknown = sorted(dropped - things.names() - {rng.NAME})
         if unknown:
             raise InvalidRequest(f"drop: {', '.join(unknown)} is not tracked", key=unknown[0], phase="restore")
-        return Restoring(
-            self._targets(stored, things, names, chosen),
-            things=things.without(dropped),
-            generators=None if rng.NAME in dropped else self._rng,
-            names=names,
-            hooks=self._hooks,
-            reshard=self._reshard,
-            dropped=dropped,
-        )
 
-    def _targets(self, stored: Stored, things: _Things, names: Names, chosen: Choice) -> Targets:
+        def restoring(apart: Mapping[str, int]) -> Restoring:
+            return Restoring(
+                self._targets(stored, things, names, chosen, apart),
+                things=things.without(dropped),
+                generators=None if rng.NAME in dropped else self._rng,
+                names=names,
+                hooks=self._hooks,
+                reshard=self._reshard,
+                dropped=dropped,
+            )
+
+        made = restoring({})
+        # Which live tensors share memory is known when all have been named; then those are asked for apart.
+        shared = made.targets.sharing()
+        return restoring(shared) if shared else made
+
+    def _targets(
+        self, stored: Stored, things: _Things, names: Names, chosen: Choice, apart: Mapping[str, int]
+    ) -> Targets:
         if chosen.is_everything:
-            return Targets(stored, self._collector.scope_of)
+            return Targets(stored, self._collector.scope_of, apart)
         return ChosenTargets(
             stored,
             self._collector.scope_of,
@@ -245,6 +255,7 @@ class Tracking:
             modules=[module.name for module in things.modules],
             others=[other.name for other in [*things.others, self._rng]],
             optimizers={optimizer.name: optimizer.tensor_names(names) for optimizer in things.optimizers},
+            apart=apart,
         )
 
 
