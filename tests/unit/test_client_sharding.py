@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures.cut_tensors import chunked, local_of
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,28 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckptd.client.errors import InvalidRequest
 from ckptd.client.placements import _is_by_fsdp, boxes_of_placements
 from ckptd.client.sharding import Pieces, Sharded, pieces_of
-
-
-def chunked(tensor: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
-    """Return torch.chunk's pieces, filled up with empty ones: what torch's own Shard does."""
-    found = list(torch.chunk(tensor, parts, dim))
-    empty = tensor.narrow(dim, 0, 0)
-    return found + [empty] * (parts - len(found))
-
-
-def local_of(
-    whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], placements: tuple[Placement, ...]
-) -> torch.Tensor:
-    """Return the local tensor at a coordinate, cut by torch's own operations, left to right."""
-    local = whole
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            continue
-        dim = placement.dim  # type: ignore[attr-defined]
-        stride = getattr(placement, "split_factor", 1)
-        outer = chunked(local, stride, dim)
-        local = torch.cat([chunked(piece, mesh[axis], dim)[at[axis]] for piece in outer], dim)
-    return local
 
 
 @st.composite
