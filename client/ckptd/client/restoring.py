@@ -27,7 +27,7 @@ from .journal import Journal
 from .link import Attachment, Link, SessionLostError
 from .mesh import Topology
 from .restored import BadStep, Question, Restored
-from .restored_files import RestoredFiles, SharedFiles, StreamedFiles
+from .restored_files import RestoredFiles, SharedFiles, StreamedFiles, read_all
 from .stored import Stored, StoredParts
 from .targets import unasked
 from .tracking import Restoring, Tracking
@@ -244,7 +244,8 @@ class Restorer:
     def _fill(self, pieces: list[FetchedPiece], files: RestoredFiles) -> None:
         held = [piece for piece in pieces if piece.nbytes]
         targets = [piece.target() for piece in held]
-        sources = [piece.source(files.read(piece.path, piece.at, piece.nbytes)) for piece in held]
+        read = read_all(files, [(piece.path, piece.at, piece.nbytes) for piece in held])
+        sources = [piece.source(data) for piece, data in zip(held, read, strict=True)]
         with torch.no_grad():
             self._copier.copy(targets, sources)
 
