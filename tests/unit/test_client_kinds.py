@@ -313,6 +313,29 @@ def test_text_that_utf8_cannot_hold_is_refused_by_key(make: Make, fake_agent: Fa
     checkpointer.save(2, {"x": {"ok": torch.ones(1)}}).wait()
 
 
+@pytest.mark.parametrize(
+    ("beside", "text"),
+    [
+        ({"tags": {"why": "\ud800"}}, "lone surrogates"),
+        ({"tags": {"\ud800": "x"}}, "lone surrogates"),
+        ({"tags": {"why": 1}}, r"tags\['why'\] = 1 is no text"),
+        ({"metrics": {"\ud800": 1.0}}, "lone surrogates"),
+        ({"metrics": {"loss": 10**400}}, "metrics.'loss'. is no number"),
+        ({"metrics": {"loss": "x"}}, "metrics.'loss'. is no number"),
+        ({"metrics": {"loss": None}}, "metrics.'loss'. is no number"),
+        ({"metrics": {"loss": torch.ones(2)}}, "metrics.'loss'. is no number"),
+    ],
+)
+def test_what_is_said_beside_the_state_is_refused_by_name(
+    make: Make, fake_agent: FakeAgent, beside: dict[str, Any], text: str
+) -> None:
+    """Metrics are floats and tags are texts, and both go into messages; nothing is begun with others."""
+    checkpointer = make()
+    with pytest.raises(InvalidRequest, match=text):
+        checkpointer.save(1, {"x": 1}, **beside)
+    assert "Begin" not in fake_agent.calls
+
+
 @pytest.mark.parametrize("numbers", [(2.0, 0.0), ("2", "0"), (None, None)])
 def test_a_sharded_of_no_integers_is_refused(numbers: tuple[Any, Any]) -> None:
     """Also of floats that equal integers; and no cache remembers them for those who pass integers."""

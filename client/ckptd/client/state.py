@@ -111,7 +111,7 @@ class Segment:
 
 
 def check_text(name: str) -> None:
-    """Refuse a name that cannot be stored.
+    """Refuse a name, or a text beside the state, that cannot be stored.
 
     Raises:
         InvalidRequest: it holds lone surrogates.
@@ -120,7 +120,7 @@ def check_text(name: str) -> None:
         try:
             name.encode()
         except UnicodeEncodeError:
-            raise InvalidRequest(f"{name!r}: a name with lone surrogates cannot be stored", key=name) from None
+            raise InvalidRequest(f"{name!r}: text with lone surrogates cannot be stored", key=name) from None
 
 
 class Collector:
