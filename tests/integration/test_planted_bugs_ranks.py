@@ -15,10 +15,12 @@ import torch
 from fixtures.agents import AgentProcess, running_agents
 from fixtures.client_job import ClientJob
 from fixtures.stored_root import latest, unproved
+from torch import nn
 
 from ckptd.client import Checkpointer, PerRank, Sharded, sharding, staging
 from ckptd.client.errors import CkptdError
 from ckptd.client.placements import LocalBox
+from ckptd.client.state import Collector
 
 pytestmark = pytest.mark.integration
 
@@ -189,6 +191,19 @@ def _replicas_that_nobody_names(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(staging.Capture, "copy_into", copy_into)
 
 
+def _a_declaration_that_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Collector, "scope_of", lambda _self, _name, _leaf, default: default)
+
+
+def _a_declaration_that_one_rank_forgets(patch: pytest.MonkeyPatch) -> None:
+    real = Collector.scope_of
+
+    def scope_of(self: Collector, name: str, leaf: object, default: int) -> int:
+        return default if on_rank(2) else real(self, name, leaf, default)
+
+    patch.setattr(Collector, "scope_of", scope_of)
+
+
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "a box that is shifted": (_a_box_that_is_shifted, "'part/w'.*overlap"),
     "a box that is left out": (_a_box_that_is_left_out, "'part/w'.*12 elements are held by no rank"),
@@ -197,6 +212,11 @@ PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "no fingerprints": (
         _fingerprints_that_are_left_out,
         "trailer of the staged slot cannot be read: its columns do not fit",
+    ),
+    "experts declared by nobody": (_a_declaration_that_is_forgotten, "'experts/weight'.*replicas differ"),
+    "experts not declared on one rank": (
+        _a_declaration_that_one_rank_forgets,
+        "'experts/weight'.*(one rank declares it PerRank|each rank's own)",
     ),
     "replicas that nobody names": (_replicas_that_nobody_names, "replica|fingerprint"),
 }
@@ -209,9 +229,12 @@ def test_a_bug_in_the_client_commits_nothing(nodes: list[AgentProcess], tmp_path
 
     def state(rank: int) -> dict[str, Any]:
         same = torch.arange(1.0, 100.0)
-        return {"part": {"w": quarter(rank)}, "same": Sharded(same, same.shape, (0,))}
+        experts = nn.Linear(3, 3, bias=False)
+        with torch.no_grad():
+            experts.weight.fill_(rank)
+        return {"part": {"w": quarter(rank)}, "same": Sharded(same, same.shape, (0,)), "experts": experts}
 
-    with ClientJob(root, nodes, 2) as job:
+    with ClientJob(root, nodes, 2, per_rank=["experts/*"]) as job:
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)
             errors = job.each(lambda ckpt: failed(ckpt, 1, state(ckpt.rank)))
