@@ -14,4 +14,4 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["fixtures.agents", "fixtures.seaweed", "fixtures.two_nodes"]
+pytest_plugins = ["fixtures.agents", "fixtures.seaweed", "fixtures.two_nodes", "fixtures.two_rank_root"]

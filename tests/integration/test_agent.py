@@ -8,9 +8,14 @@ import grpc
 import pytest
 from fixtures.agents import Agents
 from fixtures.raw_job import Job, error_of, state_of
+from fixtures.raw_rank import RawRank
 
+from ckptd.daemon.log_reader import read_committed, read_newest
+from ckptd.daemon.verify import Verdict, verify_step
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import Event
+from ckptd.protos.shard_table import ShardRow
+from ckptd.storage_backends.local import LocalStore
 
 pytestmark = pytest.mark.integration
 
@@ -89,6 +94,60 @@ def test_an_agent_killed_in_the_midst_of_an_upload_finishes_it_after_its_restart
     again = Job(root, nodes, 1)
     again.check(again.restored(), 2)
     again.detach()
+
+
+def test_an_uncompared_step_is_finished_by_the_next_agent_and_adopted_by_the_next_run(
+    agents: Agents, tmp_path: Path
+) -> None:
+    """The agent dies before its index of step 2; what the coordinator had said of the step survives it, and backs the step."""
+    root = f"file://{tmp_path}/root"
+    nodes = [agents.new(start=False), agents.new()]
+    nodes[0].start(env={"CKPTD_FAILPOINTS": "uploader.before_index=kill@2"})
+    job = Job(root, nodes, 1, verify_replicas="first")
+
+    def save(step: int) -> list[bool]:
+        def one(rank: RawRank) -> bool:
+            state = [b"w" * 300_000, bytes([step]) * 300_000, bytes([step, 7])]  # each the same on both ranks
+            rows = [
+                ShardRow(
+                    name=f"t{at}",
+                    dtype="uint8",
+                    global_shape=(len(data),),
+                    offset=(0,),
+                    length=(len(data),),
+                    scope=0,
+                    nbytes=len(data),
+                )
+                for at, data in enumerate(state)
+            ]
+            reply = rank.begin(step, rank.put_rows(rows))
+            rank.stub.Staged(rank.fill(reply, step, state, {}), timeout=30)
+            return reply.leave_uncompared
+
+        left: list[bool] = job.each(one)
+        return left
+
+    assert save(1) == [False, False]
+    job.wait(1)
+    assert save(2) == [True, True]
+    assert nodes[0].process is not None
+    assert nodes[0].process.wait(timeout=30) == -9, "the failpoint must have fired"
+    job.die()
+    nodes[0].start()
+    nodes[0].wait_event("sealed-local", step=2)
+    again = Job(root, nodes, 1)
+    assert {found.step for found, _, _ in again.restored()} == {2}
+    nodes[0].wait_event("adopted", step=2)
+    again.detach()
+    store = LocalStore(tmp_path / "root")
+    _, newest = read_newest(store)
+    assert newest is not None
+    ref = next(ref for ref in newest.listed if ref.step == 2)
+    commit = read_committed(store, newest, ref)
+    assert commit.posthumous
+    assert (commit.compared_in.step, commit.compared_in.timeline) == (1, ref.timeline)
+    report = verify_step(store, newest, ref)
+    assert report.verdict is Verdict.GOOD, report.bad
 
 
 def test_a_flipped_bit_at_rest_is_found_named_and_left_for_the_step_before(agents: Agents, tmp_path: Path) -> None:
@@ -209,3 +268,33 @@ def test_the_coordinators_agent_dies_around_a_decision_and_the_job_goes_on(
     again.detach()
     log = sorted(path.name for path in (tmp_path / "root" / "log").iterdir())
     assert sum(name.endswith(".000000000002.json") for name in log) == (1 if point == "after" else 0), log
+
+
+def test_a_run_that_only_reads_writes_nothing_and_the_next_one_tries_the_store(agents: Agents, tmp_path: Path) -> None:
+    """The probe writes, so it waits for the first run that does: then a root that cannot be written is said at once."""
+    root = tmp_path / "root"
+    job = Job(f"file://{root}", [agents.new()], 1)
+    job.save(1)
+    job.wait(1)
+    job.detach()
+    before = {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]}
+    node = agents.new()
+    for name in ("job", ""):
+        reader = Job(f"file://{root}", [node], 1, job=name, read_only=True)
+        reader.check(reader.restored(), 1)
+        reader.detach()
+    assert {path: path.lstat().st_mtime_ns for path in [root, *root.rglob("*")]} == before
+    with pytest.raises(grpc.RpcError) as refused:
+        Job(f"file://{root}", [node], 1, job="")
+    assert error_of(refused.value).reason == error_pb2.REASON_INVALID_ARGUMENT
+
+    (root / "probe").touch()  # no key below it can be put
+    with pytest.raises(grpc.RpcError) as refused:
+        Job(f"file://{root}", [node], 1)
+    assert "probe/" in error_of(refused.value).message
+    (root / "probe").unlink()
+    again = Job(f"file://{root}", [node], 1)
+    again.check(again.restored(), 1)
+    again.save(2)
+    again.wait(2)
+    again.detach()

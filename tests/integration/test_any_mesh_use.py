@@ -1,4 +1,4 @@
-"""Restoring on another mesh as a script sees it: hooks, drops, names too many, and going on to save there."""
+"""Restoring on another mesh as a script sees it: hooks for what was each rank's own, and going on to save there."""
 
 from __future__ import annotations
 
@@ -102,47 +102,6 @@ def test_a_tracked_generator_is_each_ranks_own(agents: Agents) -> None:
     job.ckpt.close()
 
 
-def test_a_choice_needs_the_mesh_that_saved(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused before anything is fetched or touched; everything, and everything but what is dropped, still comes."""
-    agent = agents.new()
-    first = Job(agent, MESH, 1, loader=Loader(1))
-    first.saved(1)
-    here = Loader(2)
-    job = Job(agent, None, 2, loader=here)
-    before = job.model.weight.detach().clone()
-    choices: list[dict[str, Any]] = [{"only": "model"}, {"names": {"model/": "model/"}}, {"cast": True}]
-    with monkeypatch.context() as patched:
-        patched.setattr("ckptd.client.restoring.want_parts", lambda *_: pytest.fail("something was asked for"))
-        for each in choices:
-            with pytest.raises(InvalidRequest, match="only=, names= and cast= need the mesh that saved"):
-                job.ckpt.restore(**each)
-    assert torch.equal(job.model.weight, before)
-    assert job.ckpt.restore(drop=("loader",)) is not None
-    assert torch.equal(job.model.weight, first.model.weight)
-    assert here.at == 2
-    job.saved(2)
-    again = Job(agent, None, 3, loader=Loader(3))
-    assert again.ckpt.restore(only="model", drop=("loader",)) is not None
-    assert torch.equal(again.model.weight, job.model.weight)
-    assert not again.optimizer.state
-    again.ckpt.close()
-
-
-def test_a_name_that_nobody_asks_for_is_an_error(agents: Agents) -> None:
-    """Named, before any tensor is touched; strict=False returns it."""
-    agent = agents.new()
-    Job(agent, MESH, 1, loader=Loader(1)).saved(1)
-    job = Job(agent, None, 2)
-    before = job.model.weight.detach().clone()
-    with pytest.raises(InvalidRequest, match=r"asked for by no rank: loader"):
-        job.ckpt.restore()
-    assert torch.equal(job.model.weight, before)
-    restored = job.ckpt.restore(strict=False)
-    assert restored is not None
-    assert set(restored.unexpected) == {"loader", "loader/own"}
-    job.ckpt.close()
-
-
 def moe(agent: AgentProcess, steps: int, *flags: str, world: int = 1) -> str:
     """Run the example to `steps`; return what it said."""
     starter = [sys.executable]
@@ -153,7 +112,8 @@ def moe(agent: AgentProcess, steps: int, *flags: str, world: int = 1) -> str:
     command += ["--root", f"file://{agent.folder / 'moe'}", "--corpus-bytes=100000"]
     environment = os.environ | {"CKPTD_SOCKET": str(agent.socket)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LAUNCH_S, check=False, env=environment)
-    assert f"step {steps} loss" in done.stdout, done.stdout[-2000:] + done.stderr[:8000]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:8000]
+    assert f"step {steps} loss" in done.stdout
     return done.stdout
 
 

@@ -17,7 +17,7 @@ from fixtures.small_disk import small_disk
 
 from ckptd.chaos.seaweed import SeaweedServer
 from ckptd.protos import error_pb2
-from ckptd.protos.agent_pb2 import AttachRequest, DetachRequest, Event, HelloRequest
+from ckptd.protos.agent_pb2 import AttachRequest, DetachRequest, Event, HelloRequest, RunOptions
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import Mesh
 
@@ -220,7 +220,8 @@ def test_a_start_that_contradicts_itself_is_refused(node: AgentProcess, tmp_path
 
     def lead(rank: RawRank, change: dict[str, Any]) -> object:
         for name, value in change.items():
-            setattr(rank.credentials if name in {"token", "private_key"} else rank.about, name, value)
+            holder = rank.about.options if name == "verify_replicas" else rank.about
+            setattr(rank.credentials if name in {"token", "private_key"} else holder, name, value)
         return rank.lead()
 
     calls: list[tuple[str, Callable[[RawRank, dict[str, Any]], object], dict[str, Any]]] = [
@@ -230,9 +231,11 @@ def test_a_start_that_contradicts_itself_is_refused(node: AgentProcess, tmp_path
         ("coordinate [1, 0] does not fit", attach, {"coordinate": [1, 0]}),
         ("coordinate [2] does not fit", attach, {"coordinate": [2]}),
         ("must be set", attach, {"run_id": ""}),
+        ("'never' is none of always, first, every:N", attach, {"options": RunOptions(verify_replicas="never")}),
         ("world of 0", lead, {"world": 0}),
         ("does not have 3 ranks", lead, {"world": 3}),
         ("must be set", lead, {"run_id": ""}),
+        ("'every:0' is none of always, first, every:N", lead, {"verify_replicas": "every:0"}),
         ("token", lead, {"token": b""}),
         ("private_key", lead, {"private_key": b"nonsense"}),
     ]

@@ -63,3 +63,8 @@ def test_s130_two_restores_of_one_step_draw_alike(seen: list[dict[str, Any]]) ->
     """On the mesh that saved, every rank has its own state again, each time."""
     for one in seen:
         assert one["resumed"][0] == one["resumed"][1]
+
+
+def test_a_checkpointer_keeps_no_process_group(seen: list[dict[str, Any]]) -> None:
+    """Its threads end with `destroy_process_group`, however long the script holds the Checkpointer that was given it."""
+    assert [one["group_is_gone"] for one in seen] == [True, True]

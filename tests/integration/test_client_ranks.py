@@ -100,3 +100,36 @@ def test_checkpointers_of_groups_are_independent(seen: list[dict[str, Any]]) -> 
 def test_after_all_that_a_proper_save_commits(seen: list[dict[str, Any]]) -> None:
     """Nothing that failed before is in its way."""
     assert [one["last"]["class"] for one in seen] == [""] * 4
+
+
+def test_replicas_are_compared_as_told_and_not_read_in_between(seen: list[dict[str, Any]]) -> None:
+    """Every third save, all of them after a difference until one is good, and the first after a restore; ranks alike."""
+    compared = [1, 4, 7, 8, 9, 11]
+    by_rank = [one["compared"]["tensors"] for one in seen]
+    assert sorted(rank["1"] for rank in by_rank) == [0, 1, 1, 1]  # one of the four writes it
+    for rank in by_rank:
+        assert rank == {str(step): rank["1"] if step in compared else 0 for step in range(1, 13)}
+    for one in seen:
+        assert {step: end["reason"] for step, end in one["compared"]["outcome"].items()} == {
+            str(step): "REPLICAS_DIFFER" if step in {7, 8} else "" for step in range(1, 13)
+        }
+        assert one["compared"]["restored"] == [float(at + 10) for at in range(8)]
+
+
+def test_a_replica_that_drifted_is_named_on_every_rank(seen: list[dict[str, Any]]) -> None:
+    """Tensor, box and ranks, in the same words, at the next save that is compared."""
+    texts = {one["compared"]["outcome"]["7"]["text"] for one in seen}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "step 7: tensor 'w', box [0:8]: replicas differ" in text
+    assert "ranks [0, 1, 3]" in text
+    assert "ranks [2]" in text
+
+
+def test_ranks_with_different_policies_are_told_so(seen: list[dict[str, Any]]) -> None:
+    """Before anything is saved, on every rank, with both."""
+    for one in seen:
+        assert one["policies"]["class"] == "InvalidRequest"
+        assert one["policies"]["reason"] == "RANKS_DISAGREE"
+        assert "rank 3 comes with verify_replicas 'first', rank 0 with 'every:4'" in one["policies"]["text"]
+        assert one["policies"]["ranks"] == [0, 3]

@@ -18,6 +18,7 @@ from fixtures.stored_root import latest, unproved
 from torch import nn
 
 from ckptd.client import Checkpointer, PerRank, Sharded, sharding, staging
+from ckptd.client.copying import Copier
 from ckptd.client.errors import CkptdError
 from ckptd.client.placements import LocalBox
 from ckptd.client.state import Collector
@@ -169,24 +170,25 @@ def _a_box_that_is_left_out(patch: pytest.MonkeyPatch) -> None:
 
 
 def _fingerprints_that_are_constant(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(staging, "fingerprints", lambda tensors: bytes(16 * len(tensors)))
+    real = staging.Fingerprints.result
+    patch.setattr(staging.Fingerprints, "result", lambda self: bytes(len(real(self))))
 
 
 def _fingerprints_of_other_tensors(patch: pytest.MonkeyPatch) -> None:
-    real = staging.fingerprints
-    patch.setattr(staging, "fingerprints", lambda tensors: real([tensor * 0 for tensor in tensors]))
+    real = staging.Fingerprints
+    patch.setattr(staging, "Fingerprints", lambda tensors, copier: real([tensor * 0 for tensor in tensors], copier))
 
 
 def _fingerprints_that_are_left_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(staging, "fingerprints", lambda _: b"")
+    patch.setattr(staging.Fingerprints, "result", lambda _: b"")
 
 
 def _replicas_that_nobody_names(patch: pytest.MonkeyPatch) -> None:
     real = staging.Capture.copy_into
 
-    def copy_into(self: Any, slot: Any, plan: staging.SlotPlan) -> Any:
+    def copy_into(self: Any, slot: Any, plan: staging.SlotPlan, copier: Copier, *, compared: bool) -> Any:
         made = staging.SlotPlan(digest=plan.digest, written=plan.written, offsets=plan.offsets, replicas=())
-        return real(self, slot, made)
+        return real(self, slot, made, copier, compared=compared)
 
     patch.setattr(staging.Capture, "copy_into", copy_into)
 

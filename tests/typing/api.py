@@ -18,10 +18,14 @@ from ckptd.client import (
     Config,
     Fenced,
     Finding,
+    LoadedStep,
     PerRank,
     Restored,
     SaveHandle,
     Sharded,
+    StoredTensor,
+    load,
+    open_step,
 )
 
 
@@ -91,3 +95,15 @@ def everything(model: nn.Module, chunks: list[nn.Module], group: torch.distribut
             assert_type(required.fell_back_from, tuple[BadStep, ...])
             print(required.tier, required.metrics, required.missing, required.unexpected, required.bytes_by_tier)
         print(ckpt.rank, ckpt.world, ckpt.timeline, Fenced.exit_code)
+
+
+def without_the_job() -> None:
+    found = load("file:///data/run", 1200, ["model"], objects=True)
+    assert_type(found, LoadedStep)
+    assert_type(found["model/w"], torch.Tensor)
+    assert_type(found.step, int)
+    print([piece.coordinate["dp"] for piece in found.objects["loader"]])
+    with open_step("file:///data/run", job="llama", window_bytes=1 << 28) as step:
+        assert_type(step.tensors["model/w"], StoredTensor)
+        for piece in step.pieces("model/*.bias"):
+            print(piece.tensor.name, piece.offset, piece.data.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -23,11 +24,16 @@ from ckptd.client import InvalidRequest, optimizer_merge, rng
 from ckptd.client.fetched import FetchedPiece
 from ckptd.client.placements import LocalBox, _is_by_fsdp, boxes_of_placements
 from ckptd.client.resharding import Gathered
+from ckptd.client.restored import Question
+from ckptd.client.selecting import ChosenTargets, choice
 from ckptd.client.sharding import Pieces
 from ckptd.client.stored import Elsewhere, Stored
+from ckptd.client.stored_boxes import StoredBoxes
 from ckptd.client.targets import ObjectKey, Targets, Wanted
 from ckptd.client.values import encode
+from ckptd.client.wish_terms import terms_of, unused_by_all
 from ckptd.daemon.any_mesh import Wanted as WantedByRank
+from ckptd.daemon.any_mesh import boxes as boxes_told
 from ckptd.daemon.any_mesh import objects_of, offer
 from ckptd.daemon.chunks import stream_layout
 from ckptd.daemon.errors import DaemonError
@@ -205,6 +211,34 @@ def test_the_offer_holds_each_global_tensor_once_and_whole() -> None:
     assert ranks == [(0, [0], ["loader"]), (1, [1], ["loader"])]
 
 
+def test_a_reader_hears_each_box_once_with_its_place() -> None:
+    """Under the rank that wrote it: a replica that another rank wrote is not told, ties and objects are."""
+    sections = two_ranks()
+    rows = [*shard_table.iter_rows(sections[1].shards), row("same", (3,))]
+    sections[1].shards.CopyFrom(shard_table.build(rows))
+    sections[1].writer.append(0)
+    sections[1].stream_offset.append(0)
+    rows = [*shard_table.iter_rows(sections[0].shards), row("same", (3,))]
+    sections[0].shards.CopyFrom(shard_table.build(rows))
+    sections[0].writer.append(0)
+    sections[0].stream_offset.append(192)
+    sections[1].aliases.alias.append("tied")
+    sections[1].aliases.target.append("w")
+    told = StoredBoxes()
+    for answer in boxes_told(sections):
+        told.take(answer)
+    told.finish()
+    assert [(box.row.name, box.row.offset, box.rank, box.offset, box.owner) for box in told.boxes] == [
+        ("w", (0,), 0, 0, None),
+        ("loader/own", (0,), 0, 64, 0),
+        ("same", (0,), 0, 192, None),
+        ("w", (2,), 1, 0, None),
+        ("loader/own", (0,), 1, 64, 1),
+    ]
+    assert told.aliases == {"tied": "w"}
+    assert told.holders == {"loader": [0, 1]}
+
+
 def test_an_object_is_taken_from_the_rank_that_was_named() -> None:
     """Not from the one at the same number."""
     wanted = WantedByRank()
@@ -220,10 +254,10 @@ def test_a_want_whose_columns_do_not_fit_is_refused() -> None:
         wanted.rows()
 
 
-def gathered(*values: object) -> Gathered:
+def gathered(*values: object, name: str = "loader") -> Gathered:
     elsewhere = Elsewhere(
         coordinates={rank: {"dp": rank} for rank in range(len(values))},
-        objects={rank: ["loader"] for rank in range(len(values))},
+        objects={rank: [name] for rank in range(len(values))},
         own_rows={},
         step=7,
         here={"dp": 1},
@@ -231,7 +265,7 @@ def gathered(*values: object) -> Gathered:
     )
     targets = Targets(Stored([], [], {}, elsewhere), lambda _name, _leaf, default: default)
     data: dict[ObjectKey, bytes] = {
-        ("loader", rank): encode(value, "loader").SerializeToString() for rank, value in enumerate(values)
+        (name, rank): encode(value, name).SerializeToString() for rank, value in enumerate(values)
     }
     return Gathered(elsewhere, targets, data)
 
@@ -254,6 +288,18 @@ def test_a_hook_gets_all_pieces_with_their_places() -> None:
 
     found = gathered(1.5, 2.5).one("loader", hook=hook, is_per_rank=True)
     assert found == ([({"dp": 0}, 1.5), ({"dp": 1}, 2.5)], {"dp": 1})
+
+
+def test_extra_state_goes_by_submodule() -> None:
+    """Stages of a pipeline hold their own; what two ranks held differently needs a hook, which gets the keys that are here."""
+    stages = gathered({"a": 1, "b": [2.0]}, {"b": [2.0], "c": 3}, name="model")
+    assert stages.of_module("model", ["b", "c", "new"], hook=None) == {"b": [2.0], "c": 3}
+    differing = gathered({"a": 1, "b": -0.0}, {"b": 0.0}, name="model")
+    assert differing.of_module("model", ["a"], hook=None) == {"a": 1}
+    with pytest.raises(InvalidRequest, match=r"model: step 7 .* b in it was not the same on its 2 ranks"):
+        differing.of_module("model", ["b"], hook=None)
+    found = differing.of_module("model", ["b"], hook=lambda pieces, _: [piece.value for piece in pieces])
+    assert found == [{"b": 0.0}, {"b": 0.0}]
 
 
 def value(*groups: dict[str, object], **state: dict[str, object]) -> dict[str, object]:
@@ -296,3 +342,37 @@ def test_generators_differ_along_the_axes_that_told_ranks_apart() -> None:
     assert seeds([b"x"], one, {"dp": 0, "tp": 0}) == seeds([b"x"], one, {"dp": 0, "tp": 1})
     assert seeds([b"x"], one, {"dp": 0, "tp": 0}) != seeds([b"x"], one, {"dp": 1, "tp": 0})
     assert seeds([b"x"], one, {"dp": 0, "tp": 0}) != seeds([b"x"], one, {"dp": 0, "tp": 0}, step=4)
+
+
+def test_beside_an_older_agent_strict_does_not_guess() -> None:
+    """Nobody compared what the ranks want: an error, or with strict=False no names, and never "all was asked for"."""
+    elsewhere = Elsewhere(coordinates={0: {}}, objects={0: ["b", "a"]}, own_rows={}, step=7, here={}, world=1)
+    stored = Stored([row("w", (2,))], [], {}, elsewhere)
+    assert unused_by_all(bytes([0b10100000]), stored, strict=True, step=7) == ("a", "w")
+    assert unused_by_all(None, stored, strict=False, step=7) == ()
+    with pytest.raises(InvalidRequest, match="an agent of an older version"):
+        unused_by_all(None, stored, strict=True, step=7)
+
+
+def test_terms_speak_of_stored_names() -> None:
+    """A bit a name in sorted order; a choice is the same in any order, and another one with other names here."""
+    elsewhere = Elsewhere(coordinates={0: {}}, objects={0: ["loader"]}, own_rows={}, step=7, here={}, world=1)
+    stored = Stored([row("model/a", (2,)), row("model/b", (2,))], [], {}, elsewhere)
+
+    def terms(*, names: Any = None, only: tuple[str, ...] | None = None) -> Any:
+        chosen = choice(only, names, cast=False)
+        targets = ChosenTargets(
+            stored, lambda _n, _l, scope: scope, chosen=chosen, modules=["m"], others=[], optimizers={}
+        )
+        targets.fill("m/b", torch.zeros(2, dtype=torch.int32))
+        question = Question(step=None, required=False, on_corrupt="raise", strict=True, rollback=False, timeout_s=1)
+        return terms_of(dataclasses.replace(question, chosen=chosen), stored, targets, {"m"})
+
+    mapped = {"model/": "m/"}
+    assert terms().unused == bytes([0b11100000])  # loader, model/a, model/b
+    assert terms(names=mapped).unused == bytes([0b11000000])
+    assert terms(names=mapped, only=("m/b",)).unused == bytes([0])
+    assert terms(names=mapped, only=("m/b", "m/a")).unused == bytes([0b01000000])
+    assert terms(only=("m/b", "m/a")).choice == terms(only=("m/a", "m/b")).choice
+    assert terms(names=mapped).choice == terms(names=lambda name: name.replace("model/", "m/")).choice
+    assert len({terms().choice, terms(names=mapped).choice, terms(only=("m",)).choice}) == 3

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import xxhash
 from fixtures.fake_agent import FakeAgent, running_agent
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +37,7 @@ from ckptd.client import (
     SnapshotNotFound,
     Unavailable,
 )
+from ckptd.client.staging import plain_bytes
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import Event
 from ckptd.protos.error_pb2 import Error
@@ -312,8 +314,6 @@ def test_a_state_may_hold_everything_that_can_be_tracked(make: Make) -> None:
 
 def test_replicas_that_others_write_are_fingerprinted_and_not_staged(make: Make, fake_agent: FakeAgent) -> None:
     """Their rows stand in the trailer, with xxh3-128 of the bytes at the cut."""
-    import xxhash  # noqa: PLC0415
-
     fake_agent.not_written = lambda name: name.endswith("bias")
     net = nn.Linear(3, 2)
     checkpointer = make()
@@ -325,6 +325,50 @@ def test_replicas_that_others_write_are_fingerprinted_and_not_staged(make: Make,
     assert list(kept.trailer.replica_row) == [1]
     assert kept.trailer.replica_fingerprints == xxhash.xxh3_128_digest(net.bias.detach().numpy().tobytes())
     assert dict(kept.trailer.versions).keys() == {"ckptd", "torch"}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_replicas_are_not_read_where_begin_says_so(
+    make: Make, fake_agent: FakeAgent, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """No tensor of theirs is fingerprinted, and the trailer says that this was meant; the next step has all of them."""
+    read: list[torch.Tensor] = []
+
+    def counted(tensor: torch.Tensor) -> memoryview:
+        read.append(tensor)
+        return plain_bytes(tensor)
+
+    monkeypatch.setattr("ckptd.client.staging.plain_bytes", counted)
+    fake_agent.not_written = lambda name: name.endswith("large")
+    net = nn.Linear(3, 2)
+    net.register_buffer("large", torch.arange(100_000.0))
+    checkpointer = make(copy_threads=threads)
+    checkpointer.track(model=net)
+    for step, left in ((1, False), (2, True), (3, False)):
+        read.clear()
+        fake_agent.leave_uncompared = left
+        checkpointer.save(step).wait()
+        trailer = fake_agent.kept[step].trailer
+        assert trailer.uncompared is left
+        assert list(trailer.replica_row) == ([] if left else [2])
+        digest = xxhash.xxh3_128_digest(net.get_buffer("large").numpy().tobytes())
+        assert trailer.replica_fingerprints == (b"" if left else digest)
+        assert len(read) == (0 if left else 1)
+
+
+def test_the_policy_travels_with_the_run_and_is_checked_here(
+    make: Make, fake_agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Argument, variable, default; what is none of them is refused with what there is."""
+    make()
+    make(verify_replicas="every:7")
+    monkeypatch.setenv("CKPTD_VERIFY_REPLICAS", "first")
+    make()
+    assert [one.options.verify_replicas for one in fake_agent.attached] == ["always", "every:7", "first"]
+    assert [one.options.verify_replicas for one in fake_agent.led] == ["always", "every:7", "first"]
+    for text in ("never", "every:0", "every:07", "every:1000000", "First", "first\n"):
+        with pytest.raises(InvalidRequest, match=r"verify_replicas.*always, first, every:N"):
+            make(verify_replicas=text)
 
 
 def test_unchanged_layouts_exchange_nothing(make: Make, fake_agent: FakeAgent) -> None:
@@ -607,8 +651,11 @@ def test_s083_other_prefixes_are_pointed_out(make: Make) -> None:
     assert "begin with 'model/inner.'" in caught.value.hint
 
 
-def test_other_param_groups_are_refused_before_anything_is_touched(make: Make, fake_agent: FakeAgent) -> None:
-    """The restore is told as failed, and the model keeps its values."""
+@pytest.mark.parametrize("strict", [True, False])
+def test_other_param_groups_are_refused_before_anything_is_touched(
+    make: Make, fake_agent: FakeAgent, strict: bool
+) -> None:
+    """The restore is told as failed, and the model keeps its values; without strict too, and drop is the way out."""
     net = nn.Linear(1, 1)
     checkpointer = make()
     checkpointer.track(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
@@ -619,10 +666,42 @@ def test_other_param_groups_are_refused_before_anything_is_touched(make: Make, f
     again = make()
     groups: list[dict[str, Any]] = [{"params": [other.weight]}, {"params": [other.bias]}]
     again.track(model=other, optimizer=torch.optim.SGD(groups, lr=0.1))
-    with pytest.raises(InvalidRequest, match="1 param_groups, the optimizer 2"):
-        again.restore()
+    with pytest.raises(InvalidRequest, match="1 param_groups, the optimizer 2") as caught:
+        again.restore(strict=strict)
+    assert 'drop=("optimizer",)' in caught.value.hint
     assert torch.equal(before, other.weight)
     assert fake_agent.done[-1].HasField("error")
+    assert again.restore(strict=strict, drop=("optimizer",)) is not None
+    assert torch.equal(net.weight, other.weight)
+
+
+def test_the_keys_of_an_optimizers_state_keep_their_order(make: Make, fake_agent: FakeAgent) -> None:
+    """Where there is none yet, and where it stands: so the next save has the layout of the one before, and its chunks."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), amsgrad=True)
+    step_of(net, optimizer)
+    checkpointer = make()
+    checkpointer.track(model=net, optimizer=optimizer)
+    checkpointer.save(1).wait()
+    checkpointer.close()
+    for trained in (False, True):
+        other = nn.Linear(2, 2)
+        other_optimizer = torch.optim.AdamW(other.parameters(), amsgrad=True)
+        if trained:
+            step_of(other, other_optimizer)
+        again = make()
+        again.track(model=other, optimizer=other_optimizer)
+        again.restore()
+        assert list(other_optimizer.state[other.weight]) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+        again.save(2 + trained).wait()
+        again.close()
+    assert fake_agent.begun[1].layout_digest == fake_agent.begun[2].layout_digest == fake_agent.begun[0].layout_digest
+
+
+def step_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
 
 
 def test_another_mesh_is_refused(make: Make) -> None:
@@ -852,6 +931,61 @@ def test_what_was_each_ranks_own_is_not_taken_for_a_global_tensor(make: Make) ->
     again.track(model=nn.Linear(1, 1))
     with pytest.raises(InvalidRequest, match="stored as each rank's own, here a piece of a global tensor"):
         again.restore()
+
+
+def test_a_tensor_in_two_places_of_a_value_is_stored_once_and_tied_again(make: Make, fake_agent: FakeAgent) -> None:
+    """In a state and in what an object gives; live tensors stay the same ones, and tensors that are only equal stay apart."""
+
+    class Holder:
+        def __init__(self, value: float) -> None:
+            shared = torch.full((3,), value)
+            self.state: dict[str, Any] = {"one": shared, "deep": [{"two": shared.view(3)}], "apart": shared.clone()}
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state
+
+    def value(fill: float) -> dict[str, Any]:
+        shared = torch.full((3,), fill)
+        return {"a": shared, "b": {"c": shared, "mine": PerRank(shared)}, "tail": shared[1:]}
+
+    checkpointer = make()
+    checkpointer.track(holder=Holder(1.0))
+    checkpointer.save(1, {"x": value(1.0)}).wait()
+    checkpointer.close()
+    assert sorted(fake_agent.kept[1].names()) == ["holder/apart", "holder/one", "x/a", "x/tail"]
+    holder, state = Holder(2.0), {"x": value(2.0)}
+    live = state["x"]["a"]
+    again = make()
+    again.track(holder=holder)
+    restored = again.restore_into(state)
+    assert restored is not None
+    assert (restored.missing, restored.unexpected) == ((), ())
+    assert state["x"]["a"] is live
+    assert state["x"]["b"]["c"] is live
+    assert (live.tolist(), state["x"]["tail"].tolist()) == ([1, 1, 1], [1, 1])
+    assert holder.state["one"] is holder.state["deep"][0]["two"]
+    assert holder.state["apart"] is not holder.state["one"]
+    assert holder.state["one"].tolist() == holder.state["apart"].tolist() == [1, 1, 1]
+    again.save(2, state).wait()
+    assert fake_agent.begun[1].layout_digest == fake_agent.begun[0].layout_digest
+
+
+def test_tensors_that_become_untied_are_stored_apart(make: Make, fake_agent: FakeAgent) -> None:
+    """From one save to the next; each restore gives what that save saw."""
+    shared = torch.ones(2)
+    state: dict[str, Any] = {"x": [shared, shared]}
+    checkpointer = make()
+    checkpointer.save(1, state).wait()
+    state["x"] = [shared, shared + 1]
+    checkpointer.save(2, state).wait()
+    for step, wanted in ((1, [[1, 1], [1, 1]]), (2, [[1, 1], [2, 2]])):
+        here: dict[str, Any] = {"x": [torch.zeros(2), torch.zeros(2)]}
+        make().restore_into(here, step=step, rollback=True)
+        assert [tensor.tolist() for tensor in here["x"]] == wanted
+        assert (here["x"][0] is here["x"][1]) == (step == 1)
 
 
 def test_an_answer_that_leaves_a_tensor_out_touches_nothing(make: Make, fake_agent: FakeAgent) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +10,6 @@ from fixtures.client_agent import Make, fake_agent, make
 from torch import nn
 
 from ckptd.client import Checkpointer, InvalidRequest
-from ckptd.client.mapping import Renaming
-from ckptd.client.selecting import Choice, ChosenTargets
-from ckptd.client.stored import Elsewhere, Stored
 
 __all__ = ["fake_agent", "make"]
 
@@ -91,18 +87,64 @@ def test_drop_speaks_of_names_here(make: Make) -> None:
     assert restored.unexpected == ()
 
 
+def test_tensors_of_a_module_can_be_dropped_singly(make: Make) -> None:
+    """By name or pattern; they are neither restored nor missing, unexpected or left out, with strict on."""
+
+    def normed(value: float) -> nn.Module:
+        made = nn.ModuleDict({"fc": linear(value), "norm": nn.BatchNorm1d(2)})
+        for buffer in made.buffers():
+            buffer.fill_(value)
+        return made
+
+    checkpointer = opened(make, model=normed(1))
+    checkpointer.save(5).wait()
+    checkpointer.close()
+    model = normed(2)
+    again = opened(make, model=model, loader=Counter(2))
+    restored = again.restore(drop=("model/*.running_*", "model/fc.weight", "loader"))
+    assert restored is not None
+    assert {name: tensor.flatten()[0].item() for name, tensor in model.state_dict().items()} == {
+        "fc.weight": 2,
+        "norm.weight": 1,
+        "norm.bias": 0,
+        "norm.running_mean": 2,
+        "norm.running_var": 2,
+        "norm.num_batches_tracked": 1,
+    }
+    assert (restored.missing, restored.unexpected, restored.left_out) == ((), (), ())
+
+
 @pytest.mark.parametrize(
-    "chosen",
-    [Choice(only=("model",)), Choice(names=Renaming({"a/": "b/"})), Choice(cast=True)],
-    ids=["only", "names", "cast"],
+    ("drop", "message"),
+    [
+        ("loader/at", "'loader/at' is a part of 'loader', which is restored as a whole or not at all"),
+        ("other/x", "drop: other/x is not tracked"),
+        ("model/weihgt", "drop: 'model/weihgt' fits no name that is stored or tracked"),
+    ],
 )
-def test_a_choice_of_a_step_of_another_mesh_is_refused(chosen: Choice) -> None:
-    """When targets are made, so before anything is asked for; the error says what works."""
-    elsewhere = Elsewhere(coordinates={0: {"dp": 0}}, objects={0: []}, own_rows={}, step=7, here={"dp": 0}, world=1)
-    scope_of: Callable[[str, object, int], int] = lambda _name, _leaf, default: default  # noqa: E731 - typed
-    with pytest.raises(InvalidRequest, match="only=, names= and cast= need the mesh that saved") as caught:
-        ChosenTargets(
-            Stored([], [], {}, elsewhere), scope_of, chosen=chosen, modules=["model"], others=[], optimizers={}
-        )
-    assert "drop=" in caught.value.hint
-    assert caught.value.step == 7
+def test_a_drop_of_nothing_is_refused(make: Make, drop: str, message: str) -> None:
+    """A slip of the pen must not restore what was to be kept."""
+    saved(make)
+    model = linear(2)
+    again = opened(make, model=model, head=linear(2), loader=Counter(2))
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        again.restore(drop=(drop,))
+    assert model.weight[0, 0].item() == 2
+    if "weihgt" in drop:
+        assert caught.value.hint == "near it: model/weight"
+
+
+def test_of_tied_tensors_both_are_dropped_or_none(make: Make) -> None:
+    """One memory cannot be kept and restored at once."""
+
+    def tied() -> nn.Module:
+        made = nn.ModuleDict({"a": linear(1), "b": linear(1)})
+        made["b"].weight = made["a"].weight
+        return made
+
+    checkpointer = opened(make, model=tied())
+    checkpointer.save(5).wait()
+    checkpointer.close()
+    with pytest.raises(InvalidRequest, match=r"drop: model/b\.weight shares memory with model/a\.weight"):
+        opened(make, model=tied()).restore(drop=("model/b.weight",))
+    assert opened(make, model=tied()).restore(drop=("model/a.weight", "model/b.weight")) is not None

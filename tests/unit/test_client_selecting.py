@@ -171,6 +171,32 @@ def test_a_choice_of_nothing_is_refused(make: Make, fake_agent: FakeAgent, only:
     assert bits(other, other_optimizer) == before
 
 
+@pytest.mark.parametrize(
+    ("only", "near"),
+    [
+        ("model/1.wieght", "model/1.weight, model/2.weight, model/0.weight"),
+        ("model/*.bais", "model/2.bias, model/1.bias, model/0.bias"),
+        ("model/7", "model/2, model/1, model/0"),
+        ("modl*", "model"),
+    ],
+)
+def test_a_text_that_fits_nothing_is_an_error_with_names_near_it(
+    make: Make, fake_agent: FakeAgent, only: str, near: str
+) -> None:
+    """Though the thing it begins with is tracked, and other texts fit; strict=False changes nothing about it."""
+    module = net(1)
+    saved(make, model=module)
+    other = net(2)
+    before = bits(other)
+    again = tracking(make, model=other)
+    with pytest.raises(InvalidRequest, match="fits no name that is stored or tracked, on any rank") as caught:
+        again.restore(only=["model/0", only], strict=False)
+    assert repr(only) in caught.value.message
+    assert caught.value.hint == f"near it: {near}"
+    assert bits(other) == before
+    assert fake_agent.calls.count("RestoreDone") == 0
+
+
 def test_tied_names_are_chosen_together(make: Make) -> None:
     """One memory under two names cannot be restored and kept at once."""
 
@@ -375,6 +401,66 @@ def test_state_kept_in_another_dtype_than_its_parameter_keeps_it(make: Make) -> 
     other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     tracking(make, model=other, optimizer=other_optimizer).restore(cast=True)
     assert other_optimizer.state[other.weight]["momentum_buffer"].dtype == torch.float32
+
+
+class Flat(nn.Module):
+    """Two parameters that begin at one address: a whole buffer, and its first half."""
+
+    def __init__(self, whole: torch.dtype, half: torch.dtype) -> None:
+        super().__init__()
+        self.whole = nn.Parameter(torch.arange(4.0).to(whole))
+        first = self.whole.detach().view(torch.uint8)[: 2 * half.itemsize].view(half)
+        self.front = nn.Parameter(first if whole == half else torch.ones(2, dtype=half))
+
+
+def test_state_is_cast_with_its_own_parameter_and_no_other_at_its_address(make: Make) -> None:
+    """A view that keeps its dtype keeps its state's too, whatever was cast where it begins."""
+
+    def optimizer_of(module: nn.Module) -> torch.optim.SGD:
+        made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for parameter in module.parameters():
+            made.state[parameter]["momentum_buffer"] = torch.ones(parameter.shape)
+        return made
+
+    module = Flat(torch.float32, torch.bfloat16)
+    saved(make, model=module, optimizer=optimizer_of(module))
+    other = Flat(torch.bfloat16, torch.bfloat16)
+    assert other.whole.data_ptr() == other.front.data_ptr()
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    tracking(make, model=other, optimizer=other_optimizer).restore(cast=True)
+    assert other_optimizer.state[other.whole]["momentum_buffer"].dtype == torch.bfloat16
+    assert other_optimizer.state[other.front]["momentum_buffer"].dtype == torch.float32
+
+
+class Spread(nn.Module):
+    """A parameter whose elements share memory, another tied to it by memory alone, and two without elements."""
+
+    def __init__(self, value: float, dtype: torch.dtype, empty: torch.dtype) -> None:
+        super().__init__()
+        self.spread = nn.Parameter(torch.full((1,), value, dtype=dtype).expand(3))
+        self.tied = nn.Parameter(self.spread.detach())
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=dtype))
+        self.none = nn.Parameter(torch.empty(0, 3, dtype=empty))
+
+
+@pytest.mark.parametrize("name", ["spread", "tied"])
+def test_state_of_overlapping_tied_and_empty_parameters_is_cast_with_them(make: Make, name: str) -> None:
+    """Their memory is fetched elsewhere first, is another name's, or has no address."""
+
+    def parameters_of(module: Spread) -> list[nn.Parameter]:
+        return [module.get_parameter(each) for each in (name, "nothing", "none")]
+
+    module = Spread(1.0, torch.float32, torch.float16)
+    optimizer = torch.optim.SGD(parameters_of(module), lr=0.1, momentum=0.9)
+    for parameter in parameters_of(module):
+        optimizer.state[parameter]["momentum_buffer"] = torch.ones(parameter.shape)
+    saved(make, model=module, optimizer=optimizer)
+    other = Spread(2.0, torch.bfloat16, torch.float16)
+    other_optimizer = torch.optim.SGD(parameters_of(other), lr=0.1, momentum=0.9)
+    tracking(make, model=other, optimizer=other_optimizer).restore(cast=True)
+    assert other.spread.tolist() == other.tied.tolist() == [1, 1, 1]
+    held = [other_optimizer.state[one]["momentum_buffer"].dtype for one in parameters_of(other)]
+    assert held == [torch.bfloat16, torch.bfloat16, torch.float32]
 
 
 @pytest.mark.parametrize(("stored", "here"), [(torch.int64, torch.float32), (torch.float32, torch.int32)])

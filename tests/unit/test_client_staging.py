@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,8 @@ from hypothesis import strategies as st
 
 from ckptd.client.copying import Copier
 from ckptd.client.slot_writers import SharedSlot, SlotMaps, StreamedSlot
-from ckptd.client.staging import SlotPlan, fingerprints, plain_bytes, slot_plan
+from ckptd.client.staging import Capture, Fingerprints, SlotPlan, plain_bytes, slot_plan
+from ckptd.client.state import Collected
 from ckptd.protos.agent_pb2 import BeginReply, SlotBytes
 
 DTYPES = [
@@ -156,7 +160,63 @@ def test_fingerprints_are_xxh3_of_the_plain_bytes(kinds: list[tuple[torch.dtype,
     tensors += [tensor.t() for tensor in tensors if tensor.ndim == 2]
     tensors.append(torch.arange(40_000).reshape(200, 200).t())
     expected = b"".join(xxhash.xxh3_128(raw(tensor)).digest() for tensor in tensors)
-    assert fingerprints(tensors) == expected
+    copier = Copier(2)
+    assert Fingerprints(tensors, copier).result() == expected
+    copier.close()
+
+
+def test_fingerprints_do_not_depend_on_who_computes_them() -> None:
+    """Small ones in one go, large ones in batches on other threads: each stands at its place, whatever is done first."""
+    sizes = [3, 70_000, 0, 5 << 20, 65_535, 65_536, 9 << 20, 100_000, 1]
+    tensors = [tensor_of(torch.uint8, (size,), at) for at, size in enumerate(sizes)]
+    expected = [xxhash.xxh3_128_digest(raw(tensor)) for tensor in tensors]
+    for threads in (1, 2, 7):
+        copier = Copier(threads)
+        for _ in range(3):
+            assert Fingerprints(tensors, copier).result() == b"".join(expected)
+        copier.close()
+
+
+def test_no_thread_reads_a_tensor_after_a_save_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the slot cannot be written, what has not begun is left, and what has is waited for: the caller may go on."""
+    started, cancelled, done = threading.Event(), threading.Event(), []
+
+    def slow(tensor: torch.Tensor) -> memoryview:
+        started.set()
+        assert cancelled.wait(30)
+        for _ in range(8):
+            xxhash.xxh3_128_digest(plain_bytes(tensor))
+        done.append(tensor)
+        return memoryview(b"")
+
+    class Full:
+        def write_tensors(self, _: SlotPlan, views: Sequence[torch.Tensor]) -> None:
+            assert started.wait(30)
+            raise OSError(f"no room for {len(views)}")
+
+        def write_tail(self, tail: bytes) -> None:
+            raise AssertionError(tail)
+
+    monkeypatch.setattr("ckptd.client.staging.plain_bytes", slow)
+    tensors = [torch.zeros(8 << 20, dtype=torch.uint8) for _ in range(3)]
+    copier = Copier(1)
+    pending: list[Future[Any]] = []
+
+    def beside(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Future[Any]]:
+        pending.extend(Copier.beside(copier, work, items))
+        pending[-1].add_done_callback(lambda _: cancelled.set())
+        return pending
+
+    monkeypatch.setattr(copier, "beside", beside)
+    collected = Collected(layout=None, views=tensors, objects=())  # type: ignore[arg-type]  # the plan is given
+    capture = Capture(collected, metrics={}, tags={}, versions={})
+    plan = SlotPlan(digest=b"d", written=(), offsets=(), replicas=(0, 1, 2))
+    with pytest.raises(OSError, match="no room for 3"):
+        capture.copy_into(Full(), plan, copier)
+    assert len(done) == 1
+    assert done[0] is tensors[0]
+    assert [future.cancelled() for future in pending] == [False, True, True]
+    copier.close()
 
 
 def test_plain_bytes_do_not_copy_what_stands_right_already() -> None:

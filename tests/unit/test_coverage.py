@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fixtures.at_rest import BuiltNode, Shard, build_node, make_claim, per_rank, timeline
+from fixtures.at_rest import PLAN_DIGEST, BuiltNode, Shard, build_node, make_claim, per_rank, timeline
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coverage import LoadedIndex, NotWhole, Whole, committed, whole
 from ckptd.daemon.index import chunk_keys, load_index
 from ckptd.daemon.keys import StepId
@@ -325,6 +326,83 @@ def test_replicas_are_compared_by_their_bits(two: int, is_whole: bool) -> None:
         "node-b": build_node(claim, 7, "node-b", {1: state[1]}),
     }
     assert isinstance(whole(claim, 7, load(built)), Whole) is is_whole
+
+
+WORD = StepRef(step=3, timeline=str(T1))
+
+
+def backing(*, plan: bytes = PLAN_DIGEST) -> Comparisons:
+    """Return what backs the word."""
+    return Comparisons(timeline=str(T1), step=5, plan_digest=plan.hex())
+
+
+def test_replicas_may_be_left_uncompared_on_a_word_that_the_caller_backs() -> None:
+    """Tiling is proved all the same, the state digest is that of the compared step, and the caller's step is named."""
+    claim = claim_of()
+    built = load(build(claim, compared_in=WORD, uncompared=True))
+    found = whole(claim, 7, built, comparisons=backing())
+    assert isinstance(found, Whole), found.error
+    assert found.compared_in == StepRef(step=5, timeline=str(T1))
+    assert found.state_digest == accepted(claim, load(build(claim))).state_digest
+    made = committed(claim=claim, whole=found, created_at="now")
+    assert (made.compared_in, made.plan_digest) == (found.compared_in, PLAN_DIGEST.hex())
+    for change in ("overlap", "dtype", "writers", "holder"):
+        wrong = whole(
+            claim, 7, load(build(claim, change=change, compared_in=WORD, uncompared=True)), comparisons=backing()
+        )
+        assert isinstance(wrong, NotWhole)
+        assert wrong.error.reason == refused(claim, load(build(claim, change=change))).reason
+
+
+def test_a_mark_is_no_leave_to_go_uncompared() -> None:
+    """Without a caller who backs it, with another plan, or on a word of another timeline: NOT_COMPARED, with the ranks."""
+    claim = claim_of()
+    built = load(build(claim, compared_in=WORD, uncompared=True))
+    for known in (None, Comparisons(timeline=str(T1)), backing(plan=bytes(32)), Comparisons(timeline="x", step=5)):
+        found = whole(claim, 7, built, comparisons=known)
+        assert isinstance(found, NotWhole)
+        assert found.error.reason == error_pb2.REASON_NOT_COMPARED
+        assert list(found.error.ranks) == [0, 1, 2, 3]
+
+
+def test_a_fingerprint_that_is_lost_is_a_replica_that_differs() -> None:
+    """Zeros without the mark are a value like any other, whatever the caller would allow."""
+    claim = claim_of()
+    built = build(claim, compared_in=WORD)
+    ref, header, sections = load_index(built["b"].ref, built["b"].index)
+    assert list(sections[2].writer[:2]) == [0, 2]
+    sections[2].fingerprints = bytes(16) + sections[2].fingerprints[16:]
+    found = whole(claim, 7, {"a": load(built)["a"], "b": [(ref, header, sections)]}, comparisons=backing())
+    assert isinstance(found, NotWhole)
+    assert found.error.reason == error_pb2.REASON_REPLICAS_DIFFER
+    assert (found.error.object, list(found.error.ranks)) == ("weight", [0, 2])
+
+
+def test_what_has_fingerprints_is_compared_beside_what_has_none() -> None:
+    """One node's ranks left theirs out, the other's did not: a difference that can be seen is seen."""
+    claim = claim_of()
+    left = build(claim, compared_in=WORD, uncompared=True)
+    for change, is_whole in (("", True), ("diverged", False)):
+        given_anyhow = build(claim, change=change)
+        found = whole(claim, 7, load({"a": left["a"], "b": given_anyhow["b"]}), comparisons=backing())
+        assert isinstance(found, Whole) is is_whole
+        if isinstance(found, Whole):
+            assert found.compared_in is not None
+        else:
+            assert found.error.reason == error_pb2.REASON_REPLICAS_DIFFER
+            assert list(found.error.ranks) == [1, 3]
+
+
+def test_nodes_that_were_told_different_words_are_not_mixed() -> None:
+    """A node that was told none goes along: an older agent knows no words."""
+    claim = claim_of()
+    one = build(claim, compared_in=WORD, uncompared=True)
+    other = build(claim, compared_in=StepRef(step=4, timeline=str(T1)), uncompared=True)
+    found = whole(claim, 7, load({"a": one["a"], "b": other["b"]}), comparisons=backing())
+    assert isinstance(found, NotWhole)
+    assert found.error.reason == error_pb2.REASON_RANKS_DISAGREE
+    found = whole(claim, 7, load({"a": one["a"], "b": build(claim)["b"]}), comparisons=backing())
+    assert isinstance(found, Whole)
 
 
 def test_a_reference_that_the_base_does_not_hold_is_refused() -> None:

@@ -187,6 +187,48 @@ def test_columns_that_do_not_fit_are_refused(bad: RankSection, expected: str) ->
         index.build_index(header(), [bad])
 
 
+def test_a_section_may_say_that_its_replicas_were_left_uncompared() -> None:
+    """Only beside the coordinator's word and the feature's name, only with zeros, and only where it has replicas."""
+    word = StepRef(step=5, timeline=str(T1))
+    shards = [Shard(name="w", values=np.arange(50, dtype="<f4")), Shard(name="v", values=np.arange(9), writer=1)]
+    left, _ = build_section(0, [0], shards, {}, OWN, uncompared=True)
+    made = header()
+    made.compared_in.CopyFrom(word)
+    found, sections = index.parse_index(index.build_index(made, [left]))
+    assert list(found.required_features) == ["uncompared-replicas"]
+    assert (found.compared_in, sections[0].uncompared) == (word, True)
+    assert sections[0].fingerprints[16:] == bytes(16)
+    with pytest.raises(FormatError, match="its header does not"):
+        index.build_index(header(), [left])
+    given_anyhow, _ = build_section(0, [0], shards, {}, OWN)
+    assert not index.parse_index(index.build_index(made, [given_anyhow]))[0].required_features
+    given_anyhow.uncompared = True
+    with pytest.raises(FormatError, match="has their fingerprints"):
+        index.build_index(made, [given_anyhow])
+    none = section()
+    none.uncompared = True
+    with pytest.raises(FormatError, match="has none"):
+        index.build_index(made, [none])
+    for bad in (StepRef(step=7, timeline=str(T1)), StepRef(step=5, timeline=str(timeline(2)))):
+        made.compared_in.CopyFrom(bad)
+        with pytest.raises(FormatError, match="no step before"):
+            index.build_index(made, [left])
+
+
+def test_an_older_reader_refuses_an_index_with_replicas_left_uncompared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the feature's name: zeros are no fingerprints, and it would take them for some."""
+    shards = [Shard(name="w", values=np.arange(50, dtype="<f4")), Shard(name="v", values=np.arange(9), writer=1)]
+    left, _ = build_section(0, [0], shards, {}, OWN, uncompared=True)
+    made = header()
+    made.compared_in.CopyFrom(StepRef(step=5, timeline=str(T1)))
+    data, always = index.build_index(made, [left]), index.build_index(header(), [section()])
+    monkeypatch.setattr("ckptd.daemon.record_checks.KNOWN_FEATURES", frozenset())
+    index.parse_index(always)
+    with pytest.raises(FormatError, match="uncompared-replicas") as caught:
+        index.parse_index(data)
+    assert caught.value.error.reason == error_pb2.REASON_FORMAT_UNSUPPORTED
+
+
 def test_sources_are_the_step_itself_or_not_newer_than_the_base() -> None:
     """A chunk may be referred to only through the base: from it, or from what it refers to."""
     base = StepRef(step=5, timeline=str(T1))

@@ -110,9 +110,9 @@ def _a_counter_that_is_not_put_back(patch: Patch) -> None:
 def _staged_is_an_older_cut(patch: Patch) -> None:
     real = staging.Capture.copy_into
 
-    def copy_into(self: Any, *rest: Any) -> Any:
+    def copy_into(self: Any, *rest: Any, **more: Any) -> Any:
         self._views = [torch.zeros_like(view) if view.shape == (4,) else view for view in self._views]
-        return real(self, *rest)
+        return real(self, *rest, **more)
 
     patch.setattr(staging.Capture, "copy_into", copy_into)
 
@@ -186,7 +186,7 @@ def _torch_generator_stays(patch: Patch) -> None:
 
 
 def _every_tensor_a_tie(patch: Patch) -> None:
-    patch.setattr(modules, "_identity", lambda tensor: (tensor.shape, tensor.dtype))
+    patch.setattr(modules, "memory_of", lambda tensor: (tensor.shape, tensor.dtype))
 
 
 def _names_are_cut(patch: Patch) -> None:

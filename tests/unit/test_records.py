@@ -153,6 +153,12 @@ def broken(
         (broken(lambda r: r.decision.committed.ClearField("indexes")), "names no index"),
         (broken(lambda r: setattr(r.decision.committed.indexes[0], "blake3", "00" * 32)), "not the key of an index"),
         (broken(lambda r: setattr(r.decision.committed, "world", 2)), "do not make a world"),
+        (broken(lambda r: r.decision.committed.compared_in.CopyFrom(entry(20))), "no step before it"),
+        (
+            broken(lambda r: r.decision.committed.compared_in.CopyFrom(StepRef(step=3, timeline=str(T2)))),
+            "no step before it",
+        ),
+        (broken(lambda r: setattr(r.decision.committed, "plan_digest", "5")), "no usable digest"),
         (broken(lambda r: r.ClearField("kind")), "holds a|neither a start"),
         (broken(lambda r: setattr(r, "format_version", 0)), "no format version"),
         (broken(lambda r: r.start.adopted.pop(), started), "holds no such decision"),

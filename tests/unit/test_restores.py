@@ -11,17 +11,22 @@ from fixtures.raw_rank import options
 
 from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.restore_plan import Stored
 from ckptd.daemon.restores import NodeRestore
 from ckptd.daemon.session import Session
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import error_pb2
-from ckptd.protos.agent_pb2 import AttachRequest
-from ckptd.protos.coordinator_pb2 import CoordinatorMessage
+from ckptd.protos.agent_pb2 import AttachRequest, WantPart, WantTerms
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
 
 
-def node_restore() -> tuple[NodeRestore, Session]:
-    """Return the restores of a run with one rank here, and its session; nothing is loaded."""
+def node_restore(said: list[NodeMessage] | None = None) -> tuple[NodeRestore, Session]:
+    """Return the restores of a run with one rank here, and its session; nothing is loaded.
+
+    What is told to the coordinator is added to `said`; releasing the arena adds a message without content.
+    """
+    heard: list[NodeMessage] = [] if said is None else said
     about = AttachRequest(rank=0, world=2, options=options())
     session = Session(token="token", about=about)
     link: Any = SimpleNamespace(
@@ -30,10 +35,11 @@ def node_restore() -> tuple[NodeRestore, Session]:
         live_ranks=[0],
         trouble="",
         check_alive=lambda: None,
-        say=lambda _message: None,
+        say=heard.append,
         spawn=lambda work: work.close(),
     )
-    held: Any = SimpleNamespace(job="job", snapshots={}, arena=SimpleNamespace(release=lambda: None))
+    arena = SimpleNamespace(release=lambda: heard.append(NodeMessage()))
+    held: Any = SimpleNamespace(job="job", snapshots={}, arena=arena, fetcher=None)
     return NodeRestore(node="node", held=held, link=link, log=EventLog(None)), session
 
 
@@ -71,3 +77,51 @@ def test_a_rank_that_wants_a_step_that_was_left_is_told_to_ask_again() -> None:
         return answer[0].superseded
 
     assert asyncio.run(play())
+
+
+def test_what_a_rank_wants_is_said_at_once_and_again_after_a_reconnect() -> None:
+    """With its terms, and before it is ready: the coordinator must hear of a wish before it lets anybody copy."""
+
+    async def play() -> list[NodeMessage]:
+        said: list[NodeMessage] = []
+        restores, session = node_restore(said)
+        restores.on_message(chosen(3))
+        wanted = Wanted()
+        wanted.take(WantPart(terms=WantTerms(strict=True, unused=b"\x40")))
+        call = asyncio.create_task(restores.want(session, 3, wanted, None))
+        await asyncio.sleep(0)
+        restores.say_again()
+        call.cancel()
+        return said
+
+    said = [message.restore_wanted for message in asyncio.run(play())]
+    assert [(one.rank, one.attempt, one.terms.strict, one.terms.unused) for one in said] == [(0, 3, True, b"\x40")] * 2
+
+
+def test_bytes_that_come_after_the_restore_failed_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks' wishes were found not to fit while this node still fetched: no rank will ever say that it has copied."""
+
+    async def play() -> list[NodeMessage]:
+        said: list[NodeMessage] = []
+        restores, session = node_restore(said)
+        fetching: list[Any] = []
+        monkeypatch.setattr(restores._link, "spawn", fetching.append)
+        restores.on_message(chosen(1))
+        attempt = restores._attempt
+        assert attempt is not None
+        attempt.loaded.set_result(Stored(sections={}))
+        fetching.pop().close()
+        call = asyncio.create_task(restores.want(session, 1, Wanted(), None))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(
+            "ckptd.daemon.restore_plan.fetch", lambda *_args, **_more: SimpleNamespace(bytes_by_tier={})
+        )
+        wrong = Error(reason=error_pb2.REASON_LAYOUT_MISMATCH, message="1 only in the snapshot")
+        restores.on_message(CoordinatorMessage(restore_error=CoordinatorMessage.RestoreError(attempt=1, error=wrong)))
+        with pytest.raises(DaemonError):
+            await call
+        said.clear()
+        await fetching.pop()
+        return said
+
+    assert [message.WhichOneof("kind") for message in asyncio.run(play())] == [None]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from fixtures.at_rest import Shard, build_section, per_rank, timeline
 
 from ckptd.daemon.cli.show import show
@@ -43,6 +44,19 @@ def test_a_tensor_stands_once_whatever_the_ranks() -> None:
         "tied": (2, 24, [0, 1], "cut"),
     }
     assert found[TensorKey("cut")].shape == (6,)
+
+
+def test_the_fingerprint_of_a_box_is_its_writers() -> None:
+    """A replica may have been left uncompared: its zeros stand for nothing, whichever rank comes first."""
+    own = StepId(timeline(1), 5)
+    values = np.arange(6, dtype=np.float32)
+    sections = {
+        rank: build_section(rank, [rank], [Shard(name="w", values=values, writer=1)], {}, own, uncompared=True)[0]
+        for rank in (0, 1, 2)
+    }
+    assert [section.uncompared for section in sections.values()] == [True, False, True]
+    found = stored_tensors(sections, ("dp",))
+    assert list(found[TensorKey("w")].boxes.values()) == [xxhash.xxh3_128_digest(values.tobytes())]
 
 
 def test_show_tensors_prints_name_dtype_shape_shards_bytes_and_ranks(capsys: pytest.CaptureFixture[str]) -> None:

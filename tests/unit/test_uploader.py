@@ -24,7 +24,13 @@ from ckptd.daemon.slots import SlotPool, SlotState
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.uploader import NodeSnapshot, RankSnapshot, UploadCancelledError, Uploader
 from ckptd.protos import shard_table
-from ckptd.protos.error_pb2 import REASON_ABORTED, REASON_INTERNAL, REASON_LAYOUT_MISMATCH, REASON_STORE_FAILED
+from ckptd.protos.error_pb2 import (
+    REASON_ABORTED,
+    REASON_INTERNAL,
+    REASON_LAYOUT_MISMATCH,
+    REASON_NOT_COMPARED,
+    REASON_STORE_FAILED,
+)
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection, SlotTrailer, StepRef
 from ckptd.storage_backends.base import Buffer, ObjectInfo, ObjectStore, PutMode
@@ -103,6 +109,7 @@ def stage(
     frozen: frozenset[str] = frozenset(),
     writer: list[int] | None = None,
     trailer_rows: list[int] | None = None,
+    uncompared: bool = False,
 ) -> RankSnapshot:
     """Fill a slot as a trainer would: shards at the layout's offsets, objects, trailer."""
     rows = shard_table.build(
@@ -131,6 +138,7 @@ def stage(
         replica_row=replicas,
         replica_fingerprints=b"".join(xxhash.xxh3_128_digest(values[row]) for row in replicas),
         metrics={"loss": 0.5},
+        uncompared=uncompared,
     ).SerializeToString()
     slot = pool.acquire(rank, number, layout.data_bytes, len(blob) + len(trailer) + 8)
     header = replace(
@@ -159,6 +167,7 @@ def node(
     timeline: Timeline = T1,
     base: tuple[StepId, Mapping[int, RankSection]] | None = None,
     world: int = 2,
+    compared_in: StepRef | None = None,
 ) -> NodeSnapshot:
     return NodeSnapshot(
         step=step,
@@ -169,6 +178,7 @@ def node(
         plan_digest=PLAN,
         base=StepRef(step=base[0].step, timeline=str(base[0].timeline), record_key="log/x") if base else None,
         base_sections=base[1] if base else {},
+        compared_in=compared_in,
         ranks={each.slot.rank: each for each in ranks},
     )
 
@@ -234,6 +244,42 @@ class TestWhatIsStored:
         with pytest.raises(DaemonError, match="rank 0") as caught:
             upload(Recorder(), node(wrong))
         assert caught.value.error.reason == REASON_LAYOUT_MISMATCH
+
+    def test_replicas_are_left_out_on_the_coordinators_word_alone(self, pool: SlotPool) -> None:
+        """With it they are marked zeros; without it the node seals nothing; with fingerprints beside the mark neither."""
+        tensors = {"own": b"o" * 64, "shared": b"s" * 100}
+        left = stage(pool, tensors, writer=[0, 1], trailer_rows=[], uncompared=True)
+        word = StepRef(step=4, timeline=str(T1))
+        store = Recorder()
+        header, sections = parse_index(store.get(upload(store, node(left, compared_in=word)).key))
+        assert header.compared_in == word
+        assert sections[0].uncompared
+        assert sections[0].fingerprints == xxhash.xxh3_128_digest(b"o" * 64) + bytes(16)
+        store = Recorder()
+        with pytest.raises(DaemonError, match="rank 0: the trainer gave no fingerprints") as caught:
+            upload(store, node(left))
+        assert caught.value.error.reason == REASON_NOT_COMPARED
+        assert not store.calls
+        both = stage(pool, tensors, number=1, writer=[0, 1], uncompared=True)
+        with pytest.raises(DaemonError, match="other rows") as caught:
+            upload(Recorder(), node(both, compared_in=word))
+        assert caught.value.error.reason == REASON_LAYOUT_MISMATCH
+
+    def test_lost_fingerprints_are_not_taken_for_left_out_ones(self, pool: SlotPool) -> None:
+        """The word is no mark: a trailer that lacks them and does not say so is refused."""
+        lost = stage(pool, {"own": b"o" * 64, "shared": b"s" * 100}, writer=[0, 1], trailer_rows=[])
+        with pytest.raises(DaemonError, match="rank 0") as caught:
+            upload(Recorder(), node(lost, compared_in=StepRef(step=4, timeline=str(T1))))
+        assert caught.value.error.reason == REASON_LAYOUT_MISMATCH
+
+    def test_a_rank_that_writes_all_it_holds_marks_nothing(self, pool: SlotPool) -> None:
+        """Nothing of it was left out, so an older reader needs to know of nothing."""
+        store = Recorder()
+        word = StepRef(step=4, timeline=str(T1))
+        ref = upload(store, node(stage(pool, {"own": b"o" * 64}, uncompared=True), compared_in=word))
+        header, sections = parse_index(store.get(ref.key))
+        assert not sections[0].uncompared
+        assert not header.required_features
 
     def test_rank_without_bytes_has_an_empty_section(self, pool: SlotPool) -> None:
         """A rank that writes nothing is sealed all the same."""

@@ -17,7 +17,10 @@ from .errors import (
     Unavailable,
 )
 from .handles import SaveHandle
-from .resharding import StoredPiece
+from .loaded_step import LoadedStep, StoredTensor, TensorPiece
+from .loading import load, open_step
+from .opened_step import OpenStep
+from .reshard_hooks import StoredPiece
 from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded
 from .tracking import Trackable
@@ -32,6 +35,8 @@ __all__ = [
     "Fenced",
     "Finding",
     "InvalidRequest",
+    "LoadedStep",
+    "OpenStep",
     "OutcomeUnknown",
     "PerRank",
     "Restored",
@@ -40,6 +45,10 @@ __all__ = [
     "SnapshotCorrupt",
     "SnapshotNotFound",
     "StoredPiece",
+    "StoredTensor",
+    "TensorPiece",
     "Trackable",
     "Unavailable",
+    "load",
+    "open_step",
 ]

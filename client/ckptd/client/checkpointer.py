@@ -26,11 +26,11 @@ from .copying import Copier
 from .errors import CkptdError, InvalidRequest
 from .handles import Ledger, SaveHandle
 from .journal import Journal
-from .link import Link
+from .link import Link, close_all
 from .mapping import Names
 from .mesh import topology
 from .nested import Hook
-from .resharding import ReshardHook
+from .reshard_hooks import ReshardHook
 from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver
@@ -166,6 +166,10 @@ class Checkpointer:
         It gets the pieces of all ranks that saved, and this rank's coordinate, and returns what to load here. Without
         one, a value that was equal on all ranks is taken, and one that was not is an error. "rng" has a rule of its
         own: the generators are seeded from the stored states, the step, and this rank's coordinate.
+
+        A tensor of a module or an optimizer that was each rank's own is asked for by its name, or by a pattern, e.g.
+        ``"model/*.running_*"``; the pieces' values are tensors in host memory, and the hook returns one of the shape and
+        dtype of what this rank holds. Without a hook such a tensor is an error.
         """
         self._tracking.on_reshard(name, hook)
 
@@ -254,7 +258,8 @@ class Checkpointer:
             names: Stored names to names here, where they differ: old beginnings to new ones, e.g.
                 ``{"model/module.": "model/"}``, or a function. Optimizer state follows its parameter.
             cast: Whether to convert between floating dtypes where they differ.
-            drop: Tracked names (or "rng") that stay as they are here, whatever is stored.
+            drop: Tracked names (or "rng"), and names or patterns of tensors of modules, that stay as they are here, whatever
+                is stored.
             timeout: Seconds; default: restore_timeout_s.
 
         Returns:
@@ -429,9 +434,10 @@ _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
 def _abandon_all() -> None:
-    """Stop the event threads at the interpreter's end, before gRPC goes away. Agents finish what is staged."""
+    """Stop all event threads at the interpreter's end, before gRPC goes away. Agents finish what is staged."""
     for checkpointer in list(_open):
         checkpointer._end(detach=False)  # noqa: SLF001 - same module
+    close_all()
 
 
 atexit.register(_abandon_all)

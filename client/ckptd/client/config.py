@@ -25,6 +25,7 @@ StoreDriver = Literal["auto", "obstore", "fsspec"]
 
 MAX_SOCKET_PATH_BYTES = 107
 """What fits into a Unix socket address. Source: unix(7), sun_path."""
+_POLICY = re.compile(r"always|first|every:[1-9][0-9]{0,5}")
 _SCHEME = re.compile(r"^[A-Za-z][A-Za-z0-9+.-]*://.")
 
 
@@ -86,7 +87,14 @@ class Config(BaseSettings):
         default=120.0, ge=0, le=86400, description="Longest wait for uploads of an older timeline that still run."
     )
     store_driver: StoreDriver = Field(default="auto", description="auto, obstore or fsspec.")
-    copy_threads: int = Field(default=2, ge=1, le=64, description="Threads that copy large tensors into the slot.")
+    verify_replicas: str = Field(
+        default="always",
+        description="When ranks that hold the same box are compared: always, first (once per run, restore and layout), or "
+        "every:N saves.",
+    )
+    copy_threads: int = Field(
+        default=2, ge=1, le=64, description="Threads that copy large tensors into the slot and fingerprint replicas."
+    )
     audit: AuditMode = Field(
         default="warn",
         description="What the first save does with state that may be missing from snapshots: warn, raise, or off.",
@@ -101,6 +109,13 @@ class Config(BaseSettings):
         if root and not _SCHEME.match(root):
             raise ValueError(f"{root!r} is no URL; write s3://bucket/prefix or file:///absolute/folder")
         return root
+
+    @field_validator("verify_replicas")
+    @classmethod
+    def _policy_is_known(cls, policy: str) -> str:
+        if not _POLICY.fullmatch(policy):
+            raise ValueError(f"{policy!r} is none of always, first, every:N (N from 1 to 999999)")
+        return policy
 
     @field_validator("job")
     @classmethod
@@ -162,13 +177,16 @@ class Settings(TypedDict, total=False):
     restore_timeout_s: float
     posthumous_timeout_s: float
     store_driver: StoreDriver
+    verify_replicas: str
     copy_threads: int
     audit: AuditMode
     client_event_log: Path | None
 
 
-def resolve(config: Config | None, arguments: dict[str, object]) -> Config:
+def resolve(config: Config | None, arguments: dict[str, object], *, any_job: bool = False) -> Config:
     """Return the settings: `arguments` over `config`, or over the environment where there is none.
+
+    With `any_job` the job's name may be empty: a reader takes whatever job the root holds.
 
     Raises:
         InvalidRequest: an unknown field, a value out of range, no root or no job; one error that names all of them.
@@ -195,7 +213,7 @@ def resolve(config: Config | None, arguments: dict[str, object]) -> Config:
             reason=error_pb2.REASON_INVALID_ROOT,
             hint='pass Checkpointer("s3://bucket/prefix", job=...) or set CKPTD_ROOT',
         )
-    if not made.job:
+    if not made.job and not any_job:
         raise InvalidRequest("no job name was given", hint="pass job= or set CKPTD_JOB")
     return made
 

@@ -1,14 +1,15 @@
 """Copying many tensors at once, at the speed of memory.
 
-Owns: batching small tensors, cutting large ones, and the threads that share them. Does not own: what is copied where.
-Invariant: on return every target holds its source's value; sources are only read.
+Owns: batching small tensors, cutting large ones, and the threads that share them, also with other reading of the same
+memory. Does not own: what is copied where. Invariant: on return every target holds its source's value; sources are only read.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ _PIECE = 16 << 20
 _THREADED = 32 << 20
 """Below so many bytes the copy is done before other threads have started."""
 Pair = tuple[torch.Tensor, torch.Tensor]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def _raw_dtypes() -> frozenset[torch.dtype]:
@@ -106,6 +109,16 @@ class Copier:
                 torch._foreach_copy_(targets.small, targets.small_sources(sources))
         for future in pending:
             future.result()
+
+    def beside(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[Future[_Result]]:
+        """Begin work on each item in the copying threads, and return at once; copies that follow share them.
+
+        Args:
+            work: Must let go of the interpreter's lock to gain anything. What torch keeps per thread is not the caller's
+                there: gradients are recorded, and an accelerator's default stream is current.
+            items: One call each.
+        """
+        return [self._executor().submit(work, item) for item in items]
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._pool is None:

@@ -198,6 +198,7 @@ _CLASSES: dict[int, type[CkptdError]] = {
     error_pb2.REASON_COVERAGE: InvalidRequest,
     error_pb2.REASON_BUSY: Aborted,
     error_pb2.REASON_ABORTED: Aborted,
+    error_pb2.REASON_NOT_COMPARED: Aborted,
     error_pb2.REASON_FENCED: Fenced,
     error_pb2.REASON_NOT_FOUND: SnapshotNotFound,
     error_pb2.REASON_CORRUPT: SnapshotCorrupt,

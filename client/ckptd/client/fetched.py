@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ckptd.protos import shard_table
-from ckptd.protos.agent_pb2 import FetchedPart, WantPart
+from ckptd.protos.agent_pb2 import FetchedPart, WantPart, WantTerms
 
 from .errors import CkptdError
 from .targets import ObjectKey, Wanted
@@ -72,17 +72,30 @@ def _part(tensor: torch.Tensor, at: tuple[int, ...], low: tuple[int, ...], size:
     return tensor
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Fetched:
-    """Where the verified bytes stand."""
+    """Where the verified bytes stand.
+
+    Attributes:
+        pieces: Of tensors.
+        objects: File, offset and length of each object.
+        bytes_by_tier: Where this node's bytes came from.
+        unused: Bits of the names no rank asked for, see `WantTerms`; None: nobody compared.
+    """
 
     pieces: list[FetchedPiece]
     objects: dict[ObjectKey, tuple[str, int, int]]
     bytes_by_tier: dict[str, int]
+    unused: bytes | None = None
 
 
-def want_parts(session: str, attempt: int, wanted: list[Wanted], objects: list[ObjectKey]) -> Iterator[WantPart]:
-    """Yield the messages that ask for rows and objects, each small enough for gRPC's default limit."""
+def want_parts(
+    session: str, attempt: int, wanted: list[Wanted], objects: list[ObjectKey], terms: WantTerms | None = None
+) -> Iterator[WantPart]:
+    """Yield the messages that ask for rows and objects, each small enough for gRPC's default limit.
+
+    Without `terms`, nothing that one rank alone cannot tell is checked.
+    """
     table = shard_table.build(one.row for one in wanted)
     ranks = [one.rank or 0 for one in wanted] if any(one.rank is not None for one in wanted) else []
     at = 0
@@ -92,6 +105,8 @@ def want_parts(session: str, attempt: int, wanted: list[Wanted], objects: list[O
         at = end
         if number == 0:
             part.session, part.attempt = session, attempt
+            if terms is not None:
+                part.terms.CopyFrom(terms)
             part.object_names.extend(name for name, _ in objects)
             if any(rank is not None for _, rank in objects):
                 part.object_ranks.extend(rank or 0 for _, rank in objects)
@@ -114,6 +129,8 @@ def take_part(part: FetchedPart, wanted: list[Wanted], objects: list[ObjectKey],
     ):
         fetched.objects[objects[number]] = (files[file], offset, nbytes)
     fetched.bytes_by_tier.update(part.bytes_by_tier)
+    if part.HasField("unused"):
+        fetched.unused = part.unused
 
 
 def check_complete(fetched: Fetched, wanted: list[Wanted], objects: list[ObjectKey]) -> None:

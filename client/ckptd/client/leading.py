@@ -34,6 +34,7 @@ def run_options(config: Config) -> RunOptions:
         slots=config.slots,
         posthumous_timeout_s=config.posthumous_timeout_s,
         store_driver=config.store_driver,
+        verify_replicas=config.verify_replicas,
     )
 
 

@@ -333,6 +333,17 @@ _parents_own: list[object] = []
 """In a forked child: what must not be finalized, since that would talk over the parent's connection."""
 
 
+def close_all() -> None:
+    """End every session that is left, like a death: at the interpreter's end, before its threads may not run any more.
+
+    Also those of Checkpointers that were dropped without `close`: their threads hold on to them. A thread that comes back
+    from C++ (the job's store, say) while the interpreter ends would abort the process: Python unwinds it out of its wait
+    for the GIL, which no C++ destructor survives.
+    """
+    for link in list(_links):
+        link.close(detach=False)
+
+
 def _after_fork_in_child() -> None:
     for link in list(_links):
         link._leave_to_parent()  # noqa: SLF001 - same module

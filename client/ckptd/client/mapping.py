@@ -8,6 +8,7 @@ keeps its stored name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckptd.protos import error_pb2
@@ -81,19 +82,28 @@ class RenamedStored(Stored):
 
     def __init__(self, stored: Stored, rename: Renaming, optimizers: Mapping[str, Mapping[str, str]]) -> None:
         super().__init__((), (), {})
-        self._rename, self._optimizers, self._stored = rename, optimizers, stored
-        self.object_sources = _renamed(stored.objects, rename)
+        self._rename, self._optimizers = rename, optimizers
+        self.object_sources = _renamed(sorted(stored.objects), rename)
         self.objects = frozenset(self.object_sources)
         self.objects_here = {old: new for new, old in self.object_sources.items()}
-        self._tops = {name.split("/", 1)[0] for name in (*stored.rows, *stored.aliases)}
+        # In their order: rows stand as they were collected. A name may be on several lists.
+        names = list(dict.fromkeys([*stored.rows, *stored.own_rows, *stored.aliases]))
+        self._known = frozenset(names)
+        self._tops = {name.split("/", 1)[0] for name in names}
         self._parameters: dict[tuple[str, str], str] = {}
-        tensors = _renamed([*stored.rows, *(name for name in stored.aliases if name not in stored.rows)], self._tensor)
+        tensors = _renamed(names, self._tensor)
         self.tensors_here = {old: new for new, old in tensors.items()}
         self.rows = {new: stored.rows[old] for new, old in tensors.items() if old in stored.rows}
         self.aliases = {
             self.tensors_here[alias]: self.tensors_here.get(target, target) for alias, target in stored.aliases.items()
         }
-        self._sorted = sorted(self.rows)
+        if stored.elsewhere is not None:
+            objects = {
+                rank: [self.objects_here[old] for old in held] for rank, held in stored.elsewhere.objects.items()
+            }
+            own_rows = {self.tensors_here[old]: rows for old, rows in stored.own_rows.items()}
+            self._take_elsewhere(replace(stored.elsewhere, objects=objects, own_rows=own_rows))
+        self._index()
 
     def _tensor(self, name: str) -> str:
         for here in self._optimizers:
@@ -127,9 +137,7 @@ class RenamedStored(Stored):
             candidates.append(f"{top}/{component(rest)}")
         names = self._optimizers[optimizer]
         found = {
-            names[self._rename(full)]
-            for full in candidates
-            if (full in self._stored.rows or full in self._stored.aliases) and self._rename(full) in names
+            names[self._rename(full)] for full in candidates if full in self._known and self._rename(full) in names
         }
         if len(found) > 1:
             raise InvalidRequest(
@@ -168,12 +176,13 @@ class RenamedStored(Stored):
 
 def _renamed(names: Iterable[str], rename: Callable[[str], str]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for old in sorted(names):
+    for old in names:
         new = rename(old)
         other = found.setdefault(new, old)
         if other != old:
+            first, second = sorted((other, old))
             raise InvalidRequest(
-                f"names maps both {other!r} and {old!r} to {new!r}",
+                f"names maps both {first!r} and {second!r} to {new!r}",
                 reason=error_pb2.REASON_LAYOUT_MISMATCH,
                 key=new,
                 phase="restore",

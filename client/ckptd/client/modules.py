@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
-from .sharding import checked, is_out_of_reach, is_tensor_leaf, refusal
+from .sharding import checked, is_out_of_reach, is_tensor_leaf, memory_of
 from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
 from .targets import Targets
@@ -39,19 +38,6 @@ class ParameterName:
     scope: int
 
 
-def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
-    local, place = tensor, None
-    if type(tensor) is DTensor:
-        # The same memory as a shard and as a replica, or as a plain tensor, is not the same value.
-        local, place = tensor.to_local(), (tensor.shape, tensor.placements, tensor.device_mesh)
-    if refusal(local) is not None or not local.numel():
-        return (id(tensor),)
-    # A conjugate or negated view has its base's address, and other values.
-    view = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
-    return (local.device, *view, place)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class SeenModule:
     """How a module's entries looked when they were last taken apart, and what that gave."""
@@ -69,6 +55,7 @@ class TrackedModule:
     def __init__(self, name: str, modules: Sequence[nn.Module], *, per_rank: bool = False) -> None:
         self.name = name
         self._modules = list(modules)
+        self.is_per_rank = per_rank
         self._scope = SCOPE_PER_RANK if per_rank else SCOPE_GLOBAL
         self._raw_keys: list[tuple[str, ...]] = [() for _ in self._modules]
         self._names: list[list[str]] = [[] for _ in self._modules]
@@ -157,7 +144,7 @@ class TrackedModule:
             if is_extra:
                 extra[name] = encode(value, full, is_tensor=is_tensor_leaf, tensor=self._extra_tensor(collector))
                 continue
-            owner = owners.setdefault(_identity(value), full)
+            owner = owners.setdefault(memory_of(value), full)
             if owner != full:
                 collector.alias(full, owner)
                 continue
@@ -202,7 +189,7 @@ class TrackedModule:
                     targets.fresh(below)
                 targets.fresh_own(full)
                 continue
-            owner = owners.setdefault(_identity(value), full)
+            owner = owners.setdefault(memory_of(value), full)
             if owner != full:
                 targets.tie(full, owner, value)
                 continue
@@ -210,8 +197,9 @@ class TrackedModule:
         if extra:
             targets.object(self.name)
 
-    def verify(self, _value: object) -> None:
-        """Nothing stands in the object that tensors depend on."""
+    def extra_names(self) -> list[str]:
+        """Return the canonical names of the submodules' extra states."""
+        return [name for _, key, name, _ in self._entries() if key is not None]
 
     def load(self, value: object) -> None:
         """Hand the extra state to the submodules it came from. Tensors were filled in place."""

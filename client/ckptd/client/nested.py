@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from . import rng
-from .sharding import PerRank, Sharded, is_tensor_leaf, pieces_of
+from .sharding import PLAIN_TYPES, PerRank, Sharded, is_tensor_leaf, memory_of, pieces_of
 from .state import Collector
 from .stored import Stored
 from .targets import Targets, per_rank_value
@@ -41,10 +41,24 @@ def default_scope(leaf: object) -> int:
 
 
 def _collect(name: str, value: object, collector: Collector, *, per_rank: bool) -> None:
+    owners: dict[tuple[object, ...], str] = {}
+
     def sink(below: str, leaf: object) -> str:
-        return collector.tensor(below, leaf, scope=SCOPE_PER_RANK if per_rank else default_scope(leaf))
+        scope = SCOPE_PER_RANK if per_rank else default_scope(leaf)
+        owner = owners.setdefault((collector.scope_of(below, leaf, scope), *_same_tensor(leaf)), below)
+        # A tensor in two places is stored once; the object refers to it twice, so it is tied when it is decoded.
+        return owner if owner != below else collector.tensor(below, leaf, scope=scope)
 
     collector.object(name, encode(value, name, is_tensor=is_tensor_leaf, tensor=sink))
+
+
+def _same_tensor(leaf: object) -> tuple[object, ...]:
+    """Return what is equal for leaves that are one tensor: alike on all ranks, with or without elements there."""
+    leaf = per_rank_value(leaf)
+    if isinstance(leaf, Sharded):
+        return (id(leaf.tensor), tuple(leaf.global_shape), tuple(leaf.offsets))
+    # Where a piece is empty its memory says nothing, and the ranks' objects must not differ by that.
+    return memory_of(leaf) if type(leaf) in PLAIN_TYPES else (id(leaf),)  # type: ignore[arg-type] # a plain tensor
 
 
 def _live_leaves(name: str, value: object) -> dict[str, object]:

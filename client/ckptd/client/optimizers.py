@@ -215,20 +215,29 @@ class TrackedOptimizer:
         parameters = {name: (parameter, scope) for _, parameter, name, scope in self._parameters(names)}
         prefix = f"{self.name}/state"
         depth = len(split(prefix))
-        for name in stored.names_below(prefix):
+
+        def live_at(parts: Sequence[str], parameter: torch.Tensor) -> object:
+            return self._optimizer.state.get(parameter, {}).get(text_key(parts[1])) if len(parts) == 2 else None
+
+        # As collected, so that the keys of the state stand in the order in which the optimizer made them.
+        for name in stored.as_collected(stored.names_below(prefix)):
             parts = split(name)[depth:]
             found = parameters.get(text_key(parts[0]) or "")
             if found is None:
                 continue  # reported as "only in the snapshot"
             parameter, scope = found
-            live = self._optimizer.state.get(parameter, {}).get(text_key(parts[1])) if len(parts) == 2 else None
+            live = live_at(parts, parameter)
             if is_tensor_leaf(live) and targets.fits(name, live, scope=scope):
                 targets.fill(name, live, scope=scope)
             else:
-                targets.fresh(name, like=parameter.detach(), device=_device(stored, name, parameter))
+                targets.fresh(name, like=parameter, device=_device(stored, name, parameter))
         for name in stored.names_below(f"{self.name}/param_groups"):
             targets.fresh(name)
-        targets.refuse_own(prefix)
+        for name in stored.as_collected(name for name, _ in stored.own_below(prefix)):
+            parts = split(name)[depth:]
+            if (found := parameters.get(text_key(parts[0]) or "")) is not None:
+                live = live_at(parts, found[0])
+                targets.reshard(name, live if is_tensor_leaf(live) else None)
         targets.fresh_own(f"{self.name}/param_groups")
         targets.object(self.name)
 
@@ -266,7 +275,8 @@ class TrackedOptimizer:
             f"{self.name}: the snapshot has {len(there)} param_groups, the optimizer {len(here)}; "
             f"{len(differing)} of them hold other parameters{': ' + ', '.join(first) if first else ''}",
             reason=error_pb2.REASON_LAYOUT_MISMATCH,
-            hint="build the optimizer with the same param_groups as the run that saved",
+            hint="build the optimizer with the same param_groups as the run that saved; strict=False is about names, and half "
+            f'an optimizer is none: drop=("{self.name}",) leaves it as it is here',
             key=f"{self.name}/param_groups",
             phase="restore",
         )
@@ -294,7 +304,10 @@ class TrackedOptimizer:
             )
 
     def load(self, value: Any, tensors: Mapping[str, object], names: Names) -> None:
-        """Put state and hyperparameters in place; state that was not saved goes away."""
+        """Put state and hyperparameters in place; state that was not saved goes away.
+
+        Keys of tensors stand in the order in which they were collected, what is no tensor after them.
+        """
         prefix = f"{self.name}/state"
         depth = len(split(prefix))
         direct: dict[str, dict[str, Any]] = {}

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,27 +20,11 @@ from ckptd.protos import error_pb2
 from ckptd.protos.snapshot_pb2 import Value
 
 from .errors import InvalidRequest, SnapshotCorrupt
+from .reshard_hooks import ReshardHook, StoredPiece
 from .sharding import is_tensor_leaf
 from .stored import Elsewhere
 from .targets import ObjectKey, Targets
 from .values import decode, encode
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class StoredPiece:
-    """What one stored rank held of a tracked entry.
-
-    Attributes:
-        coordinate: Its place on the mesh that saved, axis by axis.
-        value: What `state_dict()` gave there.
-    """
-
-    coordinate: Mapping[str, int]
-    value: Any
-
-
-ReshardHook = Callable[[Sequence[StoredPiece], Mapping[str, int]], object]
-"""Takes all stored pieces, ordered by stored rank, and this rank's coordinate; returns the value to load here."""
 
 
 class Absent:
@@ -95,7 +78,7 @@ class Gathered:
         self._targets = targets
         self._data: dict[str, dict[int, bytes]] = {}
         for (name, rank), data in objects.items():
-            self._data.setdefault(name, {})[rank or 0] = data
+            self._data.setdefault(targets.object_here(name), {})[rank or 0] = data
 
     @property
     def names(self) -> list[str]:
@@ -107,25 +90,47 @@ class Gathered:
         return self._data[name]
 
     def values(self, name: str, *, lenient: bool = False) -> dict[int, Any]:
-        """Return each stored rank's value.
+        """Return each stored rank's value, as the thing tracked as `name` takes it.
 
         Raises:
             SnapshotCorrupt: bytes that are no value.
         """
         return {
-            rank: decoded(name, data, functools.partial(self._tensor, rank, lenient))
+            rank: self._targets.value(name, decoded(name, data, functools.partial(self._tensor, rank, lenient)))
             for rank, data in sorted(self._data[name].items())
         }
 
-    def _tensor(self, rank: int, lenient: bool, name: str) -> object:
+    def _tensor(self, rank: int, lenient: bool, stored_name: str) -> object:
+        name = self._targets.tensor_here(stored_name)
+        if name in self._targets.resharding:
+            return self._targets.tensors[name]  # what a hook made of all ranks' own
         own = self._targets.own_tensors.get((rank, name))
         if own is not None:
             return own
         if name in self._targets.tensors:
             return self._targets.tensors[name]
-        if lenient:
-            return Absent()
+        if lenient and (name in self._targets.stored.rows or name in self._targets.stored.own_rows):
+            return Absent()  # another stage's, and not asked for here
         raise ValueError(f"it refers to a tensor {name!r} that is not stored")
+
+    def reshard_tensors(self) -> None:
+        """Let hooks make this rank's tensors of those that were each rank's own. Nothing live is changed.
+
+        Raises:
+            InvalidRequest: a hook gave what does not fit.
+        """
+        targets = self._targets
+        for name, (hook, _) in targets.resharding.items():
+            ranks = sorted(targets.stored.own_rows[name])
+            targets.resharded(name, hook(self._pieces({r: targets.own_tensors[r, name] for r in ranks}), self._here))
+
+    @property
+    def _here(self) -> Mapping[str, int]:
+        return self.elsewhere.here
+
+    def _pieces(self, values: Mapping[int, Any]) -> list[StoredPiece]:
+        where = self.elsewhere.coordinates
+        return [StoredPiece(coordinate=where[rank], value=value) for rank, value in values.items()]
 
     def are_equal(self, name: str) -> bool:
         """Say whether all ranks that hold the object held the same, its own tensors included."""
@@ -144,19 +149,49 @@ class Gathered:
         """
         values = self.values(name)
         if hook is not None:
-            where = self.elsewhere.coordinates
-            pieces = [StoredPiece(coordinate=where[rank], value=value) for rank, value in values.items()]
-            return hook(pieces, self.elsewhere.here)
+            return hook(self._pieces(values), self._here)
         if not is_per_rank and self.are_equal(name):
             return next(iter(values.values()))
-        held = "is declared to be each rank's own" if is_per_rank else f"was not the same on its {len(values)} ranks"
-        raise InvalidRequest(
-            f"{name}: step {self.elsewhere.step} was saved on another mesh, and this entry {held}: "
-            "nothing says what belongs here",
-            reason=error_pb2.REASON_LAYOUT_MISMATCH,
-            hint=f'on_reshard("{name}", hook) merges or splits the stored values; restore(drop=("{name}",)) leaves '
-            "it as it is here",
-            step=self.elsewhere.step,
-            key=name,
-            phase="restore",
-        )
+        raise undecided(name, self.elsewhere, is_per_rank=is_per_rank)
+
+    def of_module(self, name: str, keys: Iterable[str], *, hook: ReshardHook | None) -> Any:
+        """Return a module's extra state, key by key: ranks of a pipeline hold those of their own submodules.
+
+        Args:
+            name: Of the module.
+            keys: What is here; the tensors of these were asked for.
+            hook: Gets of each rank what it held of these keys.
+
+        Raises:
+            InvalidRequest: the stored ranks that held a key held different values, and there is no hook.
+        """
+        wanted = set(keys)
+        values = {
+            rank: {key: item for key, item in value.items() if key in wanted}
+            for rank, value in self.values(name, lenient=True).items()
+            if isinstance(value, dict)
+        }
+        if hook is not None:
+            return hook(self._pieces(values), self._here)
+        found: dict[str, Any] = {}
+        for value in values.values():
+            for key, item in value.items():
+                if bits(found.setdefault(key, item)) != bits(item):
+                    raise undecided(name, self.elsewhere, key=key)
+        return found
+
+
+def undecided(name: str, elsewhere: Elsewhere, *, is_per_rank: bool = False, key: str = "") -> InvalidRequest:
+    """Return the error for a value that differs between the stored ranks, or was declared to, and has no hook."""
+    ranks = len(elsewhere.holders(name))
+    held = "is declared to be each rank's own" if is_per_rank else f"was not the same on its {ranks} ranks"
+    what = f"{name}: step {elsewhere.step} was saved on another mesh, and "
+    return InvalidRequest(
+        f"{what}{f'{key} in it' if key else 'this entry'} {held}: nothing says what belongs here",
+        reason=error_pb2.REASON_LAYOUT_MISMATCH,
+        hint=f'on_reshard("{name}", hook) merges or splits the stored values; restore(drop=("{name}",)) leaves '
+        "it as it is here",
+        step=elsewhere.step,
+        key=name,
+        phase="restore",
+    )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ckptd.protos import error_pb2
-from ckptd.protos.agent_pb2 import RestoreDoneRequest, RestoreRequest, StoredPart, WantPart
+from ckptd.protos.agent_pb2 import RestoreDoneRequest, RestoreRequest, StoredPart, WantPart, WantTerms
 
 from .config import Config
 from .copying import Copier
@@ -28,9 +28,10 @@ from .link import Attachment, Link, SessionLostError
 from .mesh import Topology
 from .restored import BadStep, Question, Restored
 from .restored_files import RestoredFiles, SharedFiles, StreamedFiles, read_all
-from .stored import Stored, StoredParts
-from .targets import unasked
-from .tracking import Restoring, Tracking
+from .stored import StoredParts
+from .targets import Targets
+from .tracking import Tracking
+from .wish_terms import terms_of, unused_by_all
 
 log = logging.getLogger("ckptd.client")
 
@@ -131,6 +132,7 @@ class Restorer:
             stored = answer.stored(self._topology.place, self._topology.world)
             restoring = self._tracking.restoring(stored, asked.state, question.chosen, question.drop)
             missing, unexpected = restoring.targets.check(strict=question.strict, step=found.step)
+            terms = terms_of(question, stored, restoring.targets, restoring.tracked)
         except CkptdError as error:
             self._refuse(attachment, found.attempt, error)
             raise
@@ -138,15 +140,13 @@ class Restorer:
             text = f"preparing the restore raised {type(failure).__name__}: {failure}"
             self._refuse(attachment, found.attempt, CkptdError(text, rank=self._topology.rank, phase="restore"))
             raise
-        if stored.other_mesh:
-            # Before the want, so that it is there for every rank when all wants are answered.
-            self._link.exchange.say_unused(found, restoring.targets.unexpected(), stored.names)
-        fetched = self._want(attachment, found.attempt, restoring, deadline)
+        fetched = self._want(attachment, found.attempt, restoring.targets, terms, deadline)
         if fetched is None:
             return None
         try:
             if stored.other_mesh:
-                unexpected = self._unasked(found, stored, strict=question.strict)
+                unused = unused_by_all(fetched.unused, stored, strict=question.strict, step=found.step)
+                unexpected = restoring.targets.here(unused)
             files = self._files(attachment, deadline)
             # Some go into fresh memory: other ranks' own, which what is decoded may depend on, and what is to share
             # memory here. Checks come between these and the live tensors.
@@ -194,13 +194,6 @@ class Restorer:
                 phase="restore",
             )
 
-    def _unasked(self, found: StoredPart.Found, stored: Stored, *, strict: bool) -> tuple[str, ...]:
-        """Return what no rank asked for; all have said what they want when this is called."""
-        unexpected = self._link.exchange.unused_by_all(found, stored.names)
-        if unexpected and strict:
-            raise unasked(unexpected, step=found.step)
-        return unexpected
-
     def _refuse(self, attachment: Attachment, attempt: int, error: CkptdError) -> None:
         """Tell all ranks that this one cannot use the step, best effort."""
         wire = error.to_wire()
@@ -210,12 +203,13 @@ class Restorer:
             for _ in self._link.stream(attachment, "Want", iter([part]), timeout_s=_CALL_S, phase="restore"):
                 pass
 
-    def _want(self, attachment: Attachment, attempt: int, restoring: Restoring, deadline: float) -> Fetched | None:
-        targets = restoring.targets
+    def _want(
+        self, attachment: Attachment, attempt: int, targets: Targets, terms: WantTerms, deadline: float
+    ) -> Fetched | None:
         parts = self._link.stream(
             attachment,
             "Want",
-            want_parts(attachment.session, attempt, targets.wanted, targets.objects),
+            want_parts(attachment.session, attempt, targets.wanted, targets.objects, terms),
             timeout_s=max(0.1, deadline - time.monotonic()) + _ANSWER_SLACK_S,
             phase="restore",
         )

@@ -152,7 +152,7 @@ class Saver:
         try:
             plan = self._plan(attachment, reply, capture.layout)
             slot = self._slot(attachment, reply, handle.step)
-            tail = capture.copy_into(slot, plan)
+            tail = capture.copy_into(slot, plan, self._copier, compared=not reply.leave_uncompared)
             self._staged(
                 attachment,
                 StagedRequest(

@@ -6,25 +6,24 @@ Invariant: what is not chosen is not touched, and nothing is cast before all byt
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ckptd.protos import error_pb2
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL
 
 from .copying import writing
+from .differences import tied
 from .errors import InvalidRequest
 from .mapping import Names, RenamedStored, Renaming
+from .patterns import is_pattern, matches
+from .reshard_hooks import ReshardHooks
 from .sharding import Pieces, dtype_of, pieces_of
 from .stored import Stored
 from .targets import Targets
 from .tree import component
-
-_WILD = frozenset("*?[")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +47,7 @@ class Choice:
 
     def takes(self, name: str) -> bool:
         """Say whether `name` is chosen."""
-        return self.only is None or any(_matches(name, pattern) for pattern in self.only)
+        return self.only is None or any(matches(name, pattern) for pattern in self.only)
 
     def takes_whole(self, name: str) -> bool:
         """Say whether the thing tracked as `name` is chosen, as a whole."""
@@ -57,7 +56,7 @@ class Choice:
     def reaches(self, name: str) -> bool:
         """Say whether something of the module tracked as `name` may be chosen."""
         return self.takes_whole(name) or any(
-            pattern.startswith(f"{name}/") or _WILD & set(pattern) for pattern in self.only or ()
+            pattern.startswith(f"{name}/") or is_pattern(pattern) for pattern in self.only or ()
         )
 
 
@@ -80,14 +79,6 @@ def choice(only: str | Iterable[str] | None, names: Names | None, *, cast: bool)
     return Choice(only=patterns, names=None if names is None else Renaming(names), cast=bool(cast))
 
 
-def _matches(name: str, pattern: str) -> bool:
-    if _WILD & set(pattern):
-        return fnmatch.fnmatchcase(name, pattern)
-    if not name.startswith(pattern):
-        return False
-    return len(name) == len(pattern) or pattern[-1] in "/." or name[len(pattern)] in "/."
-
-
 class ChosenTargets(Targets):
     """Targets of a choice.
 
@@ -99,10 +90,12 @@ class ChosenTargets(Targets):
         others: Names of everything else tracked here but optimizers.
         optimizers: Optimizers tracked here, see `RenamedStored`.
         apart: See `Targets`.
+        hooks: See `Targets`.
+        dropped: See `Targets`.
 
     Raises:
         InvalidRequest: the choice names nothing tracked here, a part of what is restored whole, or two names become
-            one; or the step is of another mesh.
+            one.
     """
 
     def __init__(
@@ -115,24 +108,18 @@ class ChosenTargets(Targets):
         others: Iterable[str],
         optimizers: Mapping[str, Mapping[str, str]],
         apart: Mapping[str, int] | None = None,
+        hooks: ReshardHooks | None = None,
+        dropped: Sequence[str] = (),
     ) -> None:
-        if stored.elsewhere is not None:
-            # A part of each rank's own under other names would need every rank's rule for what nobody asks for.
-            raise InvalidRequest(
-                f"step {stored.elsewhere.step} was saved on another mesh: only=, names= and cast= need the mesh that saved",
-                reason=error_pb2.REASON_LAYOUT_MISMATCH,
-                hint="restore everything under its own names here (drop= leaves out tracked things), or restore the part "
-                "on the mesh that saved",
-                step=stored.elsewhere.step,
-                phase="restore",
-            )
         self._renamed = None if chosen.names is None else RenamedStored(stored, chosen.names, optimizers)
-        super().__init__(self._renamed or stored, scope_of, apart)
+        super().__init__(self._renamed or stored, scope_of, apart, hooks=hooks, dropped=dropped)
         self._chosen = chosen
         self._modules, self._optimizers = frozenset(modules), frozenset(optimizers)
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._casts_apart: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cast_from: dict[int, torch.dtype] = {}
+        """id of a live tensor, which stays alive in `tensors` or `_tied`: the dtype it is stored in."""
+        self._tied: list[object] = []
         for pattern in chosen.only or ():
             _check_pattern(pattern, self._modules, self._optimizers | frozenset(others))
 
@@ -142,8 +129,17 @@ class ChosenTargets(Targets):
 
     def fill(self, name: str, leaf: object, *, scope: int = SCOPE_GLOBAL) -> None:
         """Ask for a live tensor to be filled in place, if it is chosen."""
-        if self._is_chosen(name):
-            super().fill(name, leaf, scope=scope)
+        self._live.add(name)
+        if not self._is_chosen(name):
+            return
+        super().fill(name, leaf, scope=scope)
+        source = name if name in self.stored.rows else self.stored.aliases.get(name, "")
+        if self._chosen.cast and self.tensors.get(name) is leaf and source in self.stored.rows:
+            self._note_cast(leaf, dtype_of(self.stored.rows[source][0].dtype))
+
+    def _note_cast(self, leaf: object, stored: torch.dtype) -> None:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype != stored:
+            self._cast_from[id(leaf)] = stored
 
     def _is_chosen(self, name: str) -> bool:
         top = name.split("/", 1)[0]
@@ -157,14 +153,12 @@ class ChosenTargets(Targets):
         """
         taken = self._is_chosen(name)
         if taken != self._is_chosen(owner):
-            raise InvalidRequest(
-                f"only: {name} shares memory with {owner}, and one of them is chosen",
-                hint="name both or none of them",
-                key=name,
-                phase="restore",
-            )
+            raise tied("only", name, owner)
         if taken:
             super().tie(name, owner, leaf)
+            if (stored := self._cast_from.get(id(self.tensors.get(owner)))) is not None:
+                self._cast_from[id(leaf)] = stored
+                self._tied.append(leaf)
 
     def fresh(
         self, name: str, *, like: torch.Tensor | None = None, device: torch.device | None = None
@@ -173,9 +167,9 @@ class ChosenTargets(Targets):
         if not self._chosen.reaches(name.split("/", 1)[0]):
             return None
         first = self.stored.rows[name][0]
-        if like is None or not self._cast_from or first.global_shape != tuple(like.shape):
+        if like is None or first.global_shape != tuple(like.shape):
             return super().fresh(name, like=like, device=device)
-        if self._cast_from.get(pieces_of(like, name).local.data_ptr()) != dtype_of(first.dtype):
+        if self._cast_from.get(id(like)) != dtype_of(first.dtype):
             return super().fresh(name, like=like, device=device)
         self._claimed.add(name)
         with torch.no_grad():
@@ -192,8 +186,21 @@ class ChosenTargets(Targets):
             return  # else its extra state is read, and what is not chosen left out when it was decoded
         before = len(self.objects)
         super().object(name)
-        if self._renamed is not None and len(self.objects) > before:
-            self.objects[-1] = (self._renamed.object_sources[name], None)
+        if self._renamed is not None:
+            source = self._renamed.object_sources.get(name, name)
+            self.objects[before:] = [(source, rank) for _, rank in self.objects[before:]]
+
+    def fresh_own(self, prefix: str) -> None:
+        """Ask for every stored rank's own tensors below `prefix`, if that is chosen."""
+        if self._is_chosen(prefix):
+            super().fresh_own(prefix)
+
+    def names_here(self, name: str) -> tuple[str, ...]:
+        """Return what a stored name is called here."""
+        if self._renamed is None:
+            return (name,)
+        found = (self._renamed.tensors_here.get(name), self._renamed.objects_here.get(name))
+        return tuple(here for here in found if here is not None)
 
     def object_here(self, name: str) -> str:
         """Return the name here of a stored object."""
@@ -222,12 +229,13 @@ class ChosenTargets(Targets):
         """Return what is stored and not chosen, sorted."""
         return tuple(name for name in super().unexpected() if not self._is_chosen(name))
 
+    def _converts(self, stored: torch.dtype, here: torch.dtype) -> bool:
+        return stored == here or (self._chosen.cast and stored.is_floating_point and here.is_floating_point)
+
     def _as_stored(self, source: str, pieces: Pieces) -> Pieces:
         stored = dtype_of(self.stored.rows[source][0].dtype)
-        if not self._chosen.cast or stored == pieces.dtype:
-            return pieces
-        if not (stored.is_floating_point and pieces.dtype.is_floating_point):
-            return pieces  # stays a difference
+        if stored == pieces.dtype or not self._converts(stored, pieces.dtype):
+            return pieces  # where dtypes differ, it stays a difference
         return Pieces(stored, pieces.global_shape, pieces.boxes, pieces.local)
 
     def _difference(self, source: str, pieces: Pieces, scope: int) -> str | None:
@@ -240,7 +248,6 @@ class ChosenTargets(Targets):
             asked = Pieces(asked.dtype, asked.global_shape, asked.boxes, made)
             casts = self._casts_apart if is_apart else self._casts
             casts += zip(pieces.views(), asked.views(), strict=True)
-            self._cast_from[pieces.local.data_ptr()] = asked.dtype
         super()._want(source, asked, is_apart=is_apart)
 
     def check_shared(self) -> None:
@@ -250,6 +257,7 @@ class ChosenTargets(Targets):
 
     def finish(self) -> None:
         """Cast what was fetched into its place. Everything has been verified."""
+        super().finish()
         _cast(self._casts)
 
 
@@ -262,7 +270,7 @@ def _cast(casts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _check_pattern(pattern: str, modules: frozenset[str], wholes: frozenset[str]) -> None:
     head, _, rest = pattern.partition("/")
-    if _WILD & set(head):
+    if is_pattern(head):
         return
     top = next((name for name in (pattern, head) if name in modules | wholes), None)
     if top is None:

@@ -83,6 +83,19 @@ def is_tensor_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor | Sharded)
 
 
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
+    local, place = tensor, None
+    if type(tensor) is DTensor:
+        # The same memory as a shard and as a replica, or as a plain tensor, is not the same value.
+        local, place = tensor.to_local(), (tensor.shape, tensor.placements, tensor.device_mesh)
+    if refusal(local) is not None or not local.numel():
+        return (id(tensor),)
+    # A conjugate or negated view has its base's address, and other values.
+    view = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
+    return (local.device, *view, place)
+
+
 @functools.lru_cache(maxsize=65536)
 def _whole(shape: tuple[int, ...]) -> tuple[LocalBox, ...]:
     zero = (0,) * len(shape)

@@ -7,7 +7,8 @@ state at the cut: nothing is read after `Capture.copy_into` has returned.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,7 +17,7 @@ import xxhash
 
 from ckptd.protos.snapshot_pb2 import SlotTrailer
 
-from .copying import copyable
+from .copying import Copier, copyable
 from .state import Collected
 
 _ALIGN = 8
@@ -24,6 +25,8 @@ _TAIL_ROUND = 64 << 10
 """Tails are asked for in steps of so many bytes, so that objects that grow a little fit into the same slot."""
 _SMALL = 64 << 10
 """Tensors below this many bytes are hashed from one scratch buffer: a call each costs more than the bytes."""
+_BATCH = 4 << 20
+"""Larger tensors are handed to other threads so many bytes at a time, at least: a thread costs some microseconds."""
 _FINGERPRINT_BYTES = 16
 _ROW_BYTES = 10
 """Most bytes a row number takes in the trailer."""
@@ -123,13 +126,28 @@ class Capture:
         most = len(self._objects) + _ALIGN + trailer
         return -(-most // _TAIL_ROUND) * _TAIL_ROUND
 
-    def copy_into(self, slot: SlotWriter, plan: SlotPlan) -> Tail:
-        """Copy what this rank writes into its slot, and fingerprint what it does not. Returns the tail it wrote."""
-        slot.write_tensors(plan, self._views)
+    def copy_into(self, slot: SlotWriter, plan: SlotPlan, copier: Copier, *, compared: bool = True) -> Tail:
+        """Copy what this rank writes into its slot, and fingerprint what it does not. Returns the tail it wrote.
+
+        Args:
+            slot: Where it goes.
+            plan: What this rank writes.
+            copier: Its threads fingerprint while the slot is written.
+            compared: Whether replicas are compared in this step; else what this rank does not write is not even read.
+        """
         trailer = SlotTrailer()
         trailer.CopyFrom(self._trailer)
-        trailer.replica_row.extend(plan.replicas)
-        trailer.replica_fingerprints = fingerprints([self._views[row] for row in plan.replicas])
+        if compared:
+            pending = Fingerprints([self._views[row] for row in plan.replicas], copier)
+            try:
+                slot.write_tensors(plan, self._views)
+                trailer.replica_fingerprints = pending.result()
+            finally:
+                pending.join()
+            trailer.replica_row.extend(plan.replicas)
+        else:
+            slot.write_tensors(plan, self._views)
+            trailer.uncompared = True
         encoded = trailer.SerializeToString()
         padding = bytes(-len(self._objects) % _ALIGN)
         tail = Tail(
@@ -149,25 +167,71 @@ def plain_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.numpy().data
 
 
-def fingerprints(tensors: Sequence[torch.Tensor]) -> bytes:
-    """Return the xxh3-128 of each tensor's plain bytes (16 bytes each, canonical), one after the other."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    small = [number for number, size in enumerate(sizes) if size < _SMALL]
-    found: list[bytes] = [b""] * len(tensors)
-    with torch.no_grad():
-        scratch = torch.empty(sum(sizes[number] + 16 for number in small), dtype=torch.uint8, device="cpu")
-        targets, spans, at = [], [], 0
-        for number in small:
-            tensor, end = copyable(tensors[number]), at + sizes[number]
-            targets.append(scratch[at:end].view(tensor.dtype).view(tensor.shape))
-            spans.append((number, at, end))
-            at = end + -end % 16
-        if targets:
-            torch._foreach_copy_(targets, [copyable(tensors[number]) for number in small])
-    data = scratch.numpy().data
-    for number, begin, end in spans:
-        found[number] = xxhash.xxh3_128_digest(data[begin:end])
-    for number, tensor in enumerate(tensors):
-        if sizes[number] >= _SMALL:
-            found[number] = xxhash.xxh3_128_digest(plain_bytes(tensor))
-    return b"".join(found)
+class Fingerprints:
+    """The xxh3-128 of each tensor's plain bytes, begun in the copying threads and ended in the caller's.
+
+    Args:
+        tensors: Must not change before `result` has returned.
+        copier: Whose threads take the larger ones. Tensors on other devices stay with the caller's thread, whose stream
+            they were computed on.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], copier: Copier) -> None:
+        self._tensors = tensors
+        self._sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        large = [at for at, size in enumerate(self._sizes) if size >= _SMALL]
+        self._near = [at for at in large if tensors[at].device.type == "cpu"]
+        self._far = [at for at in large if tensors[at].device.type != "cpu"]
+        self._pending = copier.beside(self._digests, self._batches())
+
+    def result(self) -> bytes:
+        """Return 16 bytes each, canonical, one after the other."""
+        found: list[bytes] = [b""] * len(self._tensors)
+        for numbers, digests in [
+            self._small_digests([at for at, size in enumerate(self._sizes) if size < _SMALL]),
+            self._digests(self._far),
+            *(future.result() for future in self._pending),
+        ]:
+            for at, digest in zip(numbers, digests, strict=True):
+                found[at] = digest
+        return b"".join(found)
+
+    def join(self) -> None:
+        """Wait until no thread reads the tensors any more, whatever became of it; what has not begun is left."""
+        for future in self._pending:
+            future.cancel()
+        wait(self._pending)
+
+    def _batches(self) -> Iterator[list[int]]:
+        batch, size = [], 0
+        for at in self._near:
+            batch.append(at)
+            size += self._sizes[at]
+            if size >= _BATCH:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _digests(self, numbers: list[int]) -> tuple[list[int], list[bytes]]:
+        return numbers, [xxhash.xxh3_128_digest(plain_bytes(self._tensors[at])) for at in numbers]
+
+    def _small_digests(self, numbers: list[int]) -> tuple[list[int], list[bytes]]:
+        """Digest from one scratch buffer that one batched call fills."""
+        sources = [copyable(self._tensors[at]) for at in numbers]
+        spans: list[tuple[int, int]] = []
+        end = 0
+        for at in numbers:
+            begin = -(-end // 16) * 16
+            end = begin + self._sizes[at]
+            spans.append((begin, end))
+        with torch.no_grad():
+            scratch = torch.empty(end, dtype=torch.uint8, device="cpu")
+            targets = [
+                scratch[begin:to].view(source.dtype).view(source.shape)
+                for (begin, to), source in zip(spans, sources, strict=True)
+            ]
+            if targets:
+                torch._foreach_copy_(targets, sources)
+        data = scratch.numpy().data
+        return numbers, [xxhash.xxh3_128_digest(data[begin:to]) for begin, to in spans]

@@ -11,14 +11,12 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
 from torch.distributed.distributed_c10d import Store
 
 from ckptd.protos import error_pb2
-from ckptd.protos.agent_pb2 import AttachRequest, StoredPart
+from ckptd.protos.agent_pb2 import AttachRequest
 from ckptd.protos.error_pb2 import Error
 
 from .errors import CkptdError, Unavailable, from_wire
@@ -40,27 +38,6 @@ class StoreExchange:
             number = self._made[group]
             self._made[group] += 1
         self._prefix = f"ckptd/{group}/{number}"
-        self._rank, self._world = topology.rank, topology.world
-        self._own: bytes = b""
-
-    def say_unused(self, found: StoredPart.Found, unused: Sequence[str], names: Sequence[str]) -> None:
-        """Say which of the stored `names` this rank has no use for; does not wait."""
-        left = set(unused)
-        self._own = np.packbits(np.array([name in left for name in names], dtype=np.bool_)).tobytes()
-        if self._store is not None:
-            self._store.set(self._unused_key(found, self._rank), b"+" + self._own)  # type: ignore[arg-type] # its stub forgets bytes
-
-    def unused_by_all(self, found: StoredPart.Found, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the stored names no rank has a use for. Call it when all ranks are known to have said theirs."""
-        masks = [self._own]
-        if self._store is not None:
-            keys = [self._unused_key(found, rank) for rank in range(self._world)]
-            masks = [bytes(self._store.get(key))[1:] for key in keys]
-        bits = np.bitwise_and.reduce([np.frombuffer(mask, np.uint8) for mask in masks])
-        return tuple(name for name, bit in zip(names, np.unpackbits(bits)[: len(names)], strict=True) if bit)
-
-    def _unused_key(self, found: StoredPart.Found, rank: int) -> str:
-        return f"{self._prefix}/unused/{found.step}.{found.timeline}/{found.attempt}/{rank}"
 
     def publish(self, invitation: AttachRequest, *, generation: int) -> None:
         """Tell the others; rank 0 only. `generation` counts up when the coordinator came back at another endpoint."""

@@ -36,6 +36,10 @@ class Elsewhere:
     here: Mapping[str, int]
     world: int
 
+    def holders(self, name: str) -> list[int]:
+        """Return the stored ranks that hold an object."""
+        return sorted(rank for rank, names in self.objects.items() if name in names)
+
 
 class Stored:
     """What the chosen step holds.
@@ -59,15 +63,23 @@ class Stored:
             found.setdefault(row.name, []).append(row)
         self.rows: dict[str, tuple[ShardRow, ...]] = {name: tuple(held) for name, held in found.items()}
         self.aliases = dict(aliases)
-        self.elsewhere = elsewhere
-        self.own_rows: Mapping[str, Mapping[int, ShardRow]] = elsewhere.own_rows if elsewhere else {}
+        self.elsewhere: Elsewhere | None = None
+        self.own_rows: Mapping[str, Mapping[int, ShardRow]] = {}
         self.holders: dict[str, list[int]] = {}
-        for rank, names in sorted(elsewhere.objects.items()) if elsewhere else ():
+        if elsewhere is not None:
+            self._take_elsewhere(elsewhere)
+        self.objects = frozenset(objects) | frozenset(self.holders)
+        self._index()
+
+    def _take_elsewhere(self, elsewhere: Elsewhere) -> None:
+        self.elsewhere, self.own_rows = elsewhere, elsewhere.own_rows
+        for rank, names in sorted(elsewhere.objects.items()):
             for name in names:
                 self.holders.setdefault(name, []).append(rank)
-        self.objects = frozenset(objects) | frozenset(self.holders)
-        self._sorted = sorted(self.rows)
-        self._sorted_own = sorted(self.own_rows)
+
+    def _index(self) -> None:
+        self._sorted, self._sorted_own = sorted(self.rows), sorted(self.own_rows)
+        self._places = {name: at for at, name in enumerate([*self.rows, *self.own_rows])}
 
     @property
     def other_mesh(self) -> bool:
@@ -82,6 +94,10 @@ class Stored:
     def names_below(self, prefix: str) -> list[str]:
         """Return the tensor names that are `prefix` or begin with it and "/"; not those of single ranks elsewhere."""
         return _below(self._sorted, prefix)
+
+    def as_collected(self, names: Iterable[str]) -> list[str]:
+        """Return names of tensors in the order in which they were collected when the step was saved."""
+        return sorted(names, key=self._places.__getitem__)
 
     def own_below(self, prefix: str) -> Iterator[tuple[str, Mapping[int, ShardRow]]]:
         """Yield the stored ranks' own tensors that are `prefix` or begin with it and "/"."""

@@ -7,9 +7,8 @@ the box, dtype and shape of the view it will be copied into.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -20,18 +19,18 @@ from ckptd.protos import error_pb2
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
+from .copying import copyable, writing
+from .differences import misfit, other_beginning, tied
 from .errors import InvalidRequest
 from .overlapping import Settled, held, overlaps, settle, sharing
+from .patterns import matches
 from .placements import LocalBox
-from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of
+from .reshard_hooks import ReshardHook, ReshardHooks
+from .sharding import PerRank, Pieces, dtype_name, dtype_of, memory_of, pieces_of, refusal
 from .staging import plain_bytes
 from .stored import Stored
 
 _SCOPES: dict[int, str] = {SCOPE_GLOBAL: "a piece of a global tensor", SCOPE_PER_RANK: "each rank's own"}
-_OWN_ELSEWHERE = "stored as each rank's own, which no other mesh can take over; drop= leaves it as it is here"
-_CANDIDATES = 64
-_SHOWN = 5
-"""Names an error shows of each kind of difference; the counts are complete."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -67,6 +66,8 @@ class Targets:
         scope_of: The collector's rule, so that a name has the same scope in a restore as in a save.
         apart: Names whose live tensors share memory with those of other names, and the number of their group, see
             `sharing`.
+        hooks: Asked for tensors that were each rank's own on another mesh.
+        dropped: Texts that choose tensors of modules, see `patterns`: these stay as they are here.
     """
 
     def __init__(
@@ -74,9 +75,18 @@ class Targets:
         stored: Stored,
         scope_of: Callable[[str, object, int], int],
         apart: Mapping[str, int] | None = None,
+        *,
+        hooks: ReshardHooks | None = None,
+        dropped: Sequence[str] = (),
     ) -> None:
         self.stored = stored
         self.scope_of = scope_of
+        self._hooks = hooks or ReshardHooks()
+        self._dropped = tuple(dropped)
+        self._live: set[str] = set()
+        self.resharding: dict[str, tuple[ReshardHook, object | None]] = {}
+        """Name: the hook that makes the tensor, and the live leaf that gets its value, if one stands already."""
+        self._resharded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.wanted: list[Wanted] = []
         self.objects: list[ObjectKey] = []
         self.tensors: dict[str, object] = {}
@@ -86,18 +96,27 @@ class Targets:
         self._dtypes_differ = False
         self._apart = apart or {}
         self._filled: list[tuple[str, torch.Tensor]] = []
+        self._kept: list[tuple[str, torch.Tensor]] = []
         self._overlapping: dict[str, list[Settled]] = {}
         self._claimed: set[str] = set()
         self._claimed_objects: set[str] = set()
+        if dropped:
+            self._claimed.update(name for name in stored.names if self._is_dropped(name))
+
+    def _is_dropped(self, name: str) -> bool:
+        return any(matches(name, text) for text in self._dropped)
 
     def fill(self, name: str, leaf: object, *, scope: int = SCOPE_GLOBAL) -> None:
         """Ask for a live tensor to be filled in place."""
+        self._live.add(name)
+        if self._is_dropped(name):
+            self._keep(name, leaf)
+            return
         pieces = pieces_of(leaf, name)
         source = name if name in self.stored.rows else self.stored.aliases.get(name)
         if source is None or source not in self.stored.rows:
             if name in self.stored.own_rows:
-                self._claimed.add(name)
-                self.mismatched[name] = _OWN_ELSEWHERE
+                self.reshard(name, leaf)
             elif pieces.boxes:
                 self.missing.append(name)
             else:
@@ -109,12 +128,18 @@ class Targets:
             self._filled.append((name, pieces.local))
             is_apart = name in self._apart or overlaps(pieces.local)
             if is_apart:
-                apart = torch.empty(pieces.local.shape, dtype=pieces.dtype, device=pieces.local.device)
-                self._overlapping[name] = [(held(leaf), apart)]
-                pieces = replace(pieces, local=apart)
+                pieces = replace(pieces, local=self._set_apart(name, leaf, pieces.local))
             self._want(source, pieces, is_apart=is_apart)
         self._claimed.add(source)
         self.tensors[name] = leaf
+
+    def _keep(self, name: str, leaf: object) -> None:
+        """Note a live tensor that stays as it is, though what is filled may share its memory."""
+        local = held(leaf).detach()
+        if refusal(local) is None:
+            self._kept.append((name, local))
+            if name in self._apart:
+                _put(self._set_apart(name, leaf, local), local)
 
     def fits(self, name: str, leaf: object, *, scope: int) -> bool:
         """Say whether `leaf` could be filled from what is stored as `name`; asks for nothing."""
@@ -160,22 +185,93 @@ class Targets:
 
     def fresh_own(self, prefix: str) -> None:
         """Ask for every stored rank's own tensors below `prefix`, of a step of another mesh; see `own_tensors`."""
-        for name, owners in self.stored.own_below(prefix):
-            self._claimed.add(name)
-            for rank, row in owners.items():
-                made = torch.empty(row.length, dtype=dtype_of(row.dtype), device=torch.device("cpu"))
-                self.own_tensors[rank, name] = made
-                self.wanted.append(Wanted(row=row, view=made, rank=rank))
-
-    def refuse_own(self, prefix: str) -> None:
-        """Note every stored rank's own tensors below `prefix` as a difference: nothing here can take them over."""
         for name, _ in self.stored.own_below(prefix):
             self._claimed.add(name)
-            self.mismatched[name] = _OWN_ELSEWHERE
+            self._fetch_own(name)
+
+    def _fetch_own(self, name: str) -> None:
+        for rank, row in self.stored.own_rows[name].items():
+            made = torch.empty(row.length, dtype=dtype_of(row.dtype), device=torch.device("cpu"))
+            self.own_tensors[rank, name] = made
+            self.wanted.append(Wanted(row=row, view=made, rank=rank))
+
+    def reshard(self, name: str, leaf: object | None) -> None:
+        """Ask for every stored rank's own tensor `name` of a step of another mesh, for a hook to make this rank's of them.
+
+        Args:
+            name: Of a tensor of a module or an optimizer.
+            leaf: The live tensor that gets the value; None: the hook's tensor becomes the state itself.
+        """
+        self._claimed.add(name)
+        hook = self._hooks.of_tensor(name)
+        if hook is None:
+            self.mismatched[name] = (
+                f"stored as each rank's own by {len(self.stored.own_rows[name])} ranks of another mesh, and no hook says what "
+                "belongs here"
+            )
+            return
+        self._fetch_own(name)
+        self.resharding[name] = hook, leaf
+        if leaf is not None:
+            local = pieces_of(leaf, name).local
+            self._filled.append((name, local))
+            if name in self._apart or overlaps(local):
+                self._set_apart(name, leaf, local)
+
+    def _set_apart(self, name: str, leaf: object, local: torch.Tensor) -> torch.Tensor:
+        """Return fresh memory that stands for a live tensor until `settle`."""
+        apart = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        self._overlapping[name] = [(held(leaf), apart)]
+        return apart
+
+    def resharded(self, name: str, value: object) -> None:
+        """Take what a hook made of all ranks' own tensors `name`. Nothing live is changed yet.
+
+        Raises:
+            InvalidRequest: it is no tensor, or not like the one that stands here.
+        """
+        leaf = self.resharding[name][1]
+        made = pieces_of(value, name).local if isinstance(value, torch.Tensor) else None
+        here = None if leaf is None else pieces_of(leaf, name).local
+        fits = made is not None and (
+            here is None or (made.shape == here.shape and self._converts(made.dtype, here.dtype))
+        )
+        if made is None or not fits:
+            gave = type(value).__qualname__ if made is None else _describe(dtype_name(made.dtype), made.shape)
+            wanted = "a tensor" if here is None else _describe(dtype_name(here.dtype), here.shape)
+            raise InvalidRequest(
+                f"{name}: the hook of on_reshard gave {gave}, here is {wanted}",
+                reason=error_pb2.REASON_LAYOUT_MISMATCH,
+                hint="return the part of the tensor that this rank holds, in its shape and dtype",
+                key=name,
+                phase="restore",
+            )
+        if leaf is None:
+            self.tensors[name] = made.clone()
+            return
+        self.tensors[name] = leaf
+        if name in self._overlapping:
+            _put(self._overlapping[name][0][1], made)
+        else:
+            self._resharded.append((held(leaf), made))
+
+    def _converts(self, stored: torch.dtype, here: torch.dtype) -> bool:
+        """Say whether values of one dtype are put into tensors of the other."""
+        return stored == here
 
     def sharing(self) -> dict[str, int]:
-        """Return the names whose live tensors share memory with those of other names, and the number of their group."""
-        return sharing(self._filled)
+        """Return the names whose live tensors share memory with those of other names, and the number of their group.
+
+        Raises:
+            InvalidRequest: one is dropped, and the same memory is filled under another name.
+        """
+        owners = {memory_of(tensor): name for name, tensor in self._filled} if self._kept else {}
+        for name, tensor in self._kept:
+            if (owner := owners.get(memory_of(tensor))) is not None:
+                raise tied("drop", name, owner)
+        found = sharing([*self._filled, *self._kept])
+        filled = {found[name] for name, _ in self._filled if name in found}
+        return {name: group for name, group in found.items() if group in filled}
 
     def check_shared(self) -> None:
         """Check that one tensor is to hold one value. What is apart must be filled; nothing live is touched.
@@ -204,10 +300,19 @@ class Targets:
                 settle(live, value, beside=groups.setdefault(self._apart[name], []) if name in self._apart else [])
 
     def tie(self, name: str, owner: str, leaf: object) -> None:
-        """Say that `leaf`, called `name`, shares the memory of `owner`, which is filled."""
+        """Say that `leaf`, called `name`, shares the memory of `owner`, which is filled.
+
+        Raises:
+            InvalidRequest: one of them is dropped.
+        """
+        self._live.add(name)
+        if self._is_dropped(name) != self._is_dropped(owner):
+            raise tied("drop", name, owner)
+        if self._is_dropped(name):
+            return
         if owner in self._overlapping:
             self._overlapping[owner].append((held(leaf), self._overlapping[owner][0][1]))
-        if name in self.stored.rows and name not in self._claimed:
+        if (name in self.stored.rows or name in self.stored.own_rows) and name not in self._claimed:
             self.mismatched[name] = f"stored apart, here tied to {owner}"
         elif name not in self.stored.rows and name not in self.stored.aliases:
             self.missing.append(name)
@@ -269,6 +374,29 @@ class Targets:
         """Say whether the thing tracked as `_name`, which is no module, is restored."""
         return True
 
+    def unused(self, names: Sequence[str]) -> list[bool]:
+        """Say of each stored name whether it was chosen and is not asked for by this rank."""
+        left = set(self.unexpected())
+        return [not left.isdisjoint(self.names_here(name)) for name in names]
+
+    def here(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return the names here of stored ones, sorted."""
+        return tuple(sorted({here for name in names for here in self.names_here(name)}))
+
+    def names_here(self, name: str) -> tuple[str, ...]:
+        """Return what a stored name is called here: a tensor and an object of one name may be renamed apart."""
+        return (name,)
+
+    @property
+    def objects_asked(self) -> frozenset[str]:
+        """Names here of the objects that are fetched."""
+        return frozenset(self.object_here(name) for name, _ in self.objects)
+
+    @property
+    def names_known(self) -> set[str]:
+        """Names that are stored, or asked for here."""
+        return self._live | self._claimed_objects | set(self.stored.names)
+
     def object_here(self, name: str) -> str:
         """Return the name here of a stored object."""
         return name
@@ -286,15 +414,21 @@ class Targets:
         return ()
 
     def finish(self) -> None:
-        """Put in place what was fetched elsewhere. Everything has been verified."""
+        """Put in place what was fetched or made elsewhere. Everything has been verified."""
+        for live, made in self._resharded:
+            _put(live, made)
+        self._resharded.clear()
 
     def _way_out(self) -> str:
         if not self.mismatched:
             return "strict=False takes what fits"
-        # Of another mesh nothing is cast, see `selecting`.
-        return (
-            "cast=True converts between floating dtypes" if self._dtypes_differ and not self.stored.other_mesh else ""
-        )
+        own = next((name for name in self.mismatched if name in self.stored.own_rows), None)
+        if own is not None:
+            return (
+                f'on_reshard("{own}", hook) makes it of all ranks\' values, a pattern stands for several; drop= leaves tracked '
+                "things, or tensors of modules, as they are here"
+            )
+        return "cast=True converts between floating dtypes" if self._dtypes_differ else ""
 
     def check(self, *, strict: bool, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the missing and the unexpected names.
@@ -304,64 +438,28 @@ class Targets:
             with all counts.
         """
         missing = tuple(self.missing)
-        # Of another mesh a rank may hold other names than before; see `unasked`.
+        # Of another mesh a rank may hold other names than before; see `unused`.
         unexpected = () if self.stored.other_mesh else tuple(self.unexpected())
         if not self.mismatched and not (strict and (missing or unexpected)):
             return missing, unexpected
-        differing = [f"{name} ({why})" for name, why in self.mismatched.items()]
-        parts = [
-            f"{len(names)} {word}: {', '.join(names[:_SHOWN])}{', ...' if len(names) > _SHOWN else ''}"
-            for word, names in (
-                ("missing in the snapshot", list(missing)),
-                ("only in the snapshot", list(unexpected)),
-                ("different", differing),
-            )
-            if names
-        ]
-        raise InvalidRequest(
-            f"step {step} does not fit what is tracked: {'; '.join(parts)}",
-            reason=error_pb2.REASON_LAYOUT_MISMATCH,
-            hint=_hint(missing, unexpected) or self._way_out(),
+        raise misfit(
+            missing,
+            unexpected,
+            self.mismatched,
+            hint=other_beginning(missing, unexpected) or self._way_out(),
             step=step,
-            key=next(iter([*self.mismatched, *missing, *unexpected])),
-            phase="restore",
         )
 
 
-def unasked(names: tuple[str, ...], *, step: int) -> InvalidRequest:
-    """Return the error for names of a step of another mesh that no rank asked for."""
-    shown = ", ".join(names[:_SHOWN])
-    return InvalidRequest(
-        f"step {step} does not fit what is tracked: {len(names)} only in the snapshot, asked for by no rank: {shown}"
-        f"{', ...' if len(names) > _SHOWN else ''}",
-        reason=error_pb2.REASON_LAYOUT_MISMATCH,
-        hint="strict=False takes what fits",
-        step=step,
-        key=names[0],
-        phase="restore",
-    )
+def _put(into: torch.Tensor, made: torch.Tensor) -> None:
+    if into.dtype == made.dtype:
+        into, made = copyable(into), copyable(made)
+    with writing(into):
+        into.copy_(made)
 
 
 def _row_of(first: ShardRow, box: LocalBox, dtype: torch.dtype) -> ShardRow:
     return replace(first, offset=box.offset, length=box.length, nbytes=math.prod(box.length) * dtype.itemsize)
-
-
-def _hint(missing: tuple[str, ...], unexpected: tuple[str, ...]) -> str:
-    """Return a hint where all missing names are unexpected ones with another beginning."""
-    if not missing:
-        return ""
-    here, known = missing[0], set(unexpected)
-    for there in itertools.islice((name for name in unexpected if name[-1] == here[-1]), _CANDIDATES):
-        # What follows a differing beginning is the same on both sides, so compare from the end.
-        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(here[::-1], there[::-1], strict=False))
-        length = sum(1 for _ in same)
-        old, new = there[: len(there) - length], here[: len(here) - length]
-        if all(name.startswith(new) and old + name.removeprefix(new) in known for name in missing):
-            return (
-                f"stored names begin with {old!r}, those here with {new!r}: wrapped or tracked differently? "
-                f"names={{{old!r}: {new!r}}} maps them"
-            )
-    return ""
 
 
 def per_rank_value(value: object) -> object:

@@ -22,7 +22,8 @@ from .generators import Generator, TrackedGenerator
 from .modules import SeenModule, TrackedModule
 from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizers import Names, TrackedOptimizer, parameter_names
-from .resharding import Gathered, ReshardHook, decoded
+from .reshard_hooks import ReshardHook, ReshardHooks
+from .resharding import Gathered, decoded, undecided
 from .selecting import EVERYTHING, Choice, ChosenTargets
 from .sharding import PerRank, Sharded
 from .state import Collected, Collector, check_text
@@ -137,7 +138,7 @@ class Tracking:
         self._taken: set[str] = set()
         self._given: dict[str, object] = {}
         self._hooks: dict[str, Hook] = {}
-        self._reshard: dict[str, ReshardHook] = {}
+        self._reshard = ReshardHooks()
         self._rng = TrackedRng()
         self._seen: tuple[list[SeenModule | None], Names] = ([], {})
 
@@ -171,8 +172,8 @@ class Tracking:
         self._hooks[component(name)] = hook
 
     def on_reshard(self, name: str, hook: ReshardHook) -> None:
-        """Let `hook` choose the value of `name` from those of all ranks of another mesh."""
-        self._reshard[component(name)] = hook
+        """Let `hook` choose the value of `name`, or of the tensors it fits, from those of all ranks of another mesh."""
+        self._reshard.add(name, hook)
 
     def collect(self, state: MutableMapping[str, Any] | None) -> Collected:
         """Read the state of everything. Nothing is changed; the views in the result alias live tensors.
@@ -222,20 +223,17 @@ class Tracking:
         """
         things = self._things.with_state(state, self._taken)
         names = self._parameter_names(things)
-        dropped = {component(name) if name != rng.NAME else name for name in drop}
-        unknown = sorted(dropped - things.names() - {rng.NAME})
-        if unknown:
-            raise InvalidRequest(f"drop: {', '.join(unknown)} is not tracked", key=unknown[0], phase="restore")
+        whole, parts = _dropped(drop, things)
 
         def restoring(apart: Mapping[str, int]) -> Restoring:
             return Restoring(
-                self._targets(stored, things, names, chosen, apart),
-                things=things.without(dropped),
-                generators=None if rng.NAME in dropped else self._rng,
+                self._targets(stored, things, names, chosen, parts, apart=apart),
+                things=things,
+                generators=self._rng,
                 names=names,
                 hooks=self._hooks,
                 reshard=self._reshard,
-                dropped=dropped,
+                dropped=whole,
             )
 
         made = restoring({})
@@ -244,19 +242,53 @@ class Tracking:
         return restoring(shared) if shared else made
 
     def _targets(
-        self, stored: Stored, things: _Things, names: Names, chosen: Choice, apart: Mapping[str, int]
+        self,
+        stored: Stored,
+        things: _Things,
+        names: Names,
+        chosen: Choice,
+        dropped: Sequence[str],
+        *,
+        apart: Mapping[str, int],
     ) -> Targets:
+        scope_of, hooks = self._collector.scope_of, self._reshard
         if chosen.is_everything:
-            return Targets(stored, self._collector.scope_of, apart)
+            return Targets(stored, scope_of, apart, hooks=hooks, dropped=dropped)
         return ChosenTargets(
             stored,
-            self._collector.scope_of,
+            scope_of,
             chosen=chosen,
             modules=[module.name for module in things.modules],
             others=[other.name for other in [*things.others, self._rng]],
             optimizers={optimizer.name: optimizer.tensor_names(names) for optimizer in things.optimizers},
             apart=apart,
+            hooks=hooks,
+            dropped=dropped,
         )
+
+
+def _dropped(drop: Sequence[str], things: _Things) -> tuple[set[str], list[str]]:
+    """Return the names of dropped things, and the texts that drop tensors of modules.
+
+    Raises:
+        InvalidRequest: neither.
+    """
+    tracked, modules = things.names() | {rng.NAME}, {module.name for module in things.modules}
+    whole = {component(text) for text in drop if component(text) in tracked}
+    parts = [text for text in drop if component(text) not in tracked]
+    for text in parts:
+        head, slash, _ = text.partition("/")
+        if slash and head in modules:
+            continue
+        if slash and head in tracked:
+            raise InvalidRequest(
+                f"drop: {text!r} is a part of {head!r}, which is restored as a whole or not at all",
+                hint=f"drop {head!r}; tensors of modules can be dropped singly",
+                key=text,
+                phase="restore",
+            )
+        raise InvalidRequest(f"drop: {text} is not tracked", key=text, phase="restore")
+    return whole, parts
 
 
 class Restoring:
@@ -267,14 +299,17 @@ class Restoring:
         targets: Targets,
         *,
         things: _Things,
-        generators: TrackedRng | None,
+        generators: TrackedRng,
         names: Names,
         hooks: Mapping[str, Hook],
-        reshard: Mapping[str, ReshardHook],
+        reshard: ReshardHooks,
         dropped: AbstractSet[str],
     ) -> None:
+        self.tracked = things.names() | {rng.NAME}
+        """Names of everything tracked, dropped or not."""
+        things = things.without(dropped)
         self._modules, self._names, self._hooks, self._reshard = things.modules, names, hooks, reshard
-        others = [*things.others, *([generators] if generators is not None else [])]
+        others: list[_Other] = [*things.others, *([generators] if rng.NAME not in dropped else [])]
         self._optimizers = [optimizer for optimizer in things.optimizers if targets.takes(optimizer.name)]
         self._others = [other for other in others if targets.takes(other.name)]
         self._values: dict[str, Any] = {}
@@ -288,6 +323,15 @@ class Restoring:
             optimizer.prepare(stored, self.targets, names)
         for other in self._others:
             other.prepare(stored, self.targets)
+        self._check_hooks(stored)
+
+    def _check_hooks(self, stored: Stored) -> None:
+        """Refuse what only a hook can decide and has none, before anything is asked for."""
+        for thing in [*self._modules, *self._others] if stored.elsewhere is not None else ():
+            declared = thing.is_per_rank and thing.name != rng.NAME and thing.name in self.targets.objects_asked
+            if declared and self._reshard.of_thing(thing.name) is None:
+                assert stored.elsewhere is not None
+                raise undecided(thing.name, stored.elsewhere, is_per_rank=True)
 
     def decode(self, objects: Mapping[ObjectKey, bytes]) -> None:
         """Decode and check all objects. Nothing is touched.
@@ -306,6 +350,7 @@ class Restoring:
                 values[name] = self.targets.value(name, decoded(stored_name, data, self._tensor))
         else:
             gathered = Gathered(elsewhere, self.targets, objects)
+            gathered.reshard_tensors()
             values = {name: self._gathered(name, gathered) for name in gathered.names}
         for name, value in values.items():
             hook = self._hooks.get(name)
@@ -318,7 +363,7 @@ class Restoring:
         for optimizer in self._optimizers:
             if optimizer.name == name:
                 return optimizer.merged(list(gathered.values(name, lenient=True).values()), self._names)
-        hook, elsewhere = self._reshard.get(name), gathered.elsewhere
+        hook, elsewhere = self._reshard.of_thing(name), gathered.elsewhere
         if name == rng.NAME and hook is None:
             if elsewhere.world == len(gathered.data(name)) == 1:
                 return next(iter(gathered.values(name).values()))
@@ -327,6 +372,9 @@ class Restoring:
                 elsewhere.step,
             )
             return rng.derived(gathered.data(name), elsewhere.coordinates, elsewhere.here, step=elsewhere.step)
+        for module in self._modules:
+            if module.name == name:
+                return gathered.of_module(name, module.extra_names(), hook=hook)
         is_per_rank = any(other.name == name and other.is_per_rank for other in self._others)
         return gathered.one(name, hook=hook, is_per_rank=is_per_rank and name != rng.NAME)
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexRef, Record, StepRef
 
+from .comparisons import Comparisons
 from .coverage import LoadedIndex, NotWhole, committed, whole
 from .entries import require_base_listed, step_of
 from .errors import DaemonError
@@ -62,6 +63,7 @@ def adoption(  # noqa: PLR0917 - the coordinator runs it off its loop, with posi
     blobs: Sequence[bytes | None],
     listed: Sequence[StepRef],
     created_at: str,
+    comparisons: Comparisons | None = None,
 ) -> Committed | Error:
     """Say whether a candidate is adopted (R2): whole, and its base still listed.
 
@@ -72,6 +74,8 @@ def adoption(  # noqa: PLR0917 - the coordinator runs it off its loop, with posi
         blobs: Their bytes, in the same order. One that vanished means that history moved: list again instead.
         listed: What the newest record lists, and what was adopted before this step.
         created_at: RFC 3339, UTC; information only.
+        comparisons: What the newest record, and what was decided after it, say of comparisons; None: a step whose
+            replicas were not compared is not adopted. The answer is to be noted there before the next candidate.
 
     Returns:
         The posthumous commit, or why there is none.
@@ -83,7 +87,7 @@ def adoption(  # noqa: PLR0917 - the coordinator runs it off its loop, with posi
             loaded.setdefault(ref.node, []).append(load_index(ref, blob))
         except DaemonError as wrong:
             damaged.append(wrong.error)
-    found = whole(claim, step, loaded)
+    found = whole(claim, step, loaded, comparisons=comparisons)
     if isinstance(found, NotWhole):
         return damaged[0] if damaged else found.error
     try:

@@ -58,6 +58,8 @@ class Agent:
         self.runs: dict[str, RunLink] = {}
         self.sessions: dict[str, Session] = {}
         self.coordinators: dict[str, CoordinatorRunner] = {}
+        self._untried: set[str] = set()
+        """Jobs whose store was opened for reading only, and has not been probed."""
         self.probe_token = secrets.token_bytes(16)
         self.probe_path = config.shm_dir / f"probe-{self.node}"
         self.probe_path.touch(mode=0o600)
@@ -83,21 +85,29 @@ class Agent:
             except DaemonError as failure:
                 self.log.emit("not_adopted", job=job, node=self.node, error=str(failure))
 
-    async def job(self, root: str, job: str, driver: str) -> HeldJob:
+    async def job(self, root: str, job: str, driver: str, *, read_only: bool = False) -> HeldJob:
         """Return the node's part of a job, opening and probing its store at first.
+
+        For reading only it is opened without the probe, which writes; the first run that writes probes it then. A run that
+        only reads may leave the job's name empty.
 
         Raises:
             DaemonError: the root cannot be used, is not allowed here, or the job's name is bad.
         """
-        check_job_name(job)
+        if job or not read_only:
+            check_job_name(job)
         self._check_root(root)
         digest = job_digest(root, job)
         async with self._opening.setdefault(digest, asyncio.Lock()):
             known = self.jobs.get(digest)
-            if known is not None:
-                return known
             loop = asyncio.get_running_loop()
-            store = await loop.run_in_executor(self.threads, self._open, root, driver or "auto")
+            if known is not None:
+                if digest in self._untried and not read_only:
+                    with await loop.run_in_executor(self.threads, self._open, root, driver or "auto", False) as probed:
+                        known.store.capabilities = probed.capabilities
+                    self._untried.discard(digest)
+                return known
+            store = await loop.run_in_executor(self.threads, self._open, root, driver or "auto", read_only)
             held = HeldJob(
                 root=root,
                 job=job,
@@ -116,18 +126,21 @@ class Agent:
                 on_change=self._on_change,
             )
             self.jobs[digest] = held
+            if read_only:
+                self._untried.add(digest)
             held.adopt()
             return held
 
-    def _open(self, root: str, driver: str) -> ObjectStore:
+    def _open(self, root: str, driver: str, read_only: bool) -> ObjectStore:
         name = checked_driver(driver)
         try:
-            with open_store(root, driver=name, retry=PROBE_RETRY) as probed:
-                probe(probed)
             store = open_store(
                 root, driver=name, retry=RetryPolicy(deadline=dt.timedelta(seconds=self.config.store_deadline_s))
             )
-            store.capabilities = probed.capabilities
+            if not read_only:
+                with open_store(root, driver=name, retry=PROBE_RETRY) as probed:
+                    probe(probed)
+                store.capabilities = probed.capabilities
         except (StorageError, OSError) as failure:
             error = wire_error(failure, phase="register", node=self.node)
             if error.reason in {error_pb2.REASON_STORE_FAILED, error_pb2.REASON_INTERNAL}:
@@ -165,6 +178,10 @@ class Agent:
 
     # ------------------------------------------------------------ runs
 
+    async def _job_of(self, request: LeadRequest | AttachRequest) -> HeldJob:
+        options = request.options
+        return await self.job(request.root, request.job, options.store_driver, read_only=options.read_only)
+
     async def lead(self, request: LeadRequest) -> str:
         """Play the coordinator of a run; returns its endpoint. Idempotent per run.
 
@@ -172,7 +189,7 @@ class Agent:
             DaemonError: the request makes no sense, the root cannot be used, or no port can be had.
         """
         check_lead(request)
-        held = await self.job(request.root, request.job, request.options.store_driver)
+        held = await self._job_of(request)
         known = self.coordinators.get(request.run_id)
         if known is not None:
             return known.endpoint
@@ -235,7 +252,7 @@ class Agent:
             DaemonError: the root cannot be used, or the request makes no sense.
         """
         check_attach(request)
-        held = await self.job(request.root, request.job, request.options.store_driver)
+        held = await self._job_of(request)
         link = self.runs.get(request.run_id)
         if link is None:
             link = RunLink(

@@ -1,6 +1,7 @@
 """What a rank hears of a step that was saved on another mesh: global tensors whole, everything else by stored rank.
 
-Pure. Owns: the answer to Restore, and the wish that comes back. Does not own: which bytes a wish means (`reshard`,
+Pure. Owns: the answer to Restore, the wish that comes back, and names for what no
+rank wished for. Does not own: which bytes a wish means (`reshard`,
 `restore_plan`). Invariant: each global tensor stands in the offer once; what was one rank's own stays apart from its namesakes.
 """
 
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from ckptd.daemon.errors import DaemonError
 from ckptd.protos import error_pb2, shard_table
-from ckptd.protos.agent_pb2 import StoredPart, WantPart
+from ckptd.protos.agent_pb2 import StoredPart, WantPart, WantTerms
+from ckptd.protos.error_pb2 import Error
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_PER_RANK, RankSection, ShardTable
 
@@ -29,12 +31,14 @@ class Wanted:
         row_ranks: Row: the stored rank meant by a row of scope PER_RANK; empty: the rank at the same coordinate.
         objects: Names.
         object_ranks: Row of objects: as row_ranks.
+        terms: What must be put beside the wishes of other ranks; None: nothing was said of it.
     """
 
     tables: list[ShardTable] = field(default_factory=list)
     row_ranks: list[int] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
     object_ranks: list[int] = field(default_factory=list)
+    terms: WantTerms | None = None
 
     def take(self, part: WantPart) -> None:
         """Add a part."""
@@ -42,6 +46,8 @@ class Wanted:
         self.row_ranks.extend(part.row_ranks)
         self.objects.extend(part.object_names)
         self.object_ranks.extend(part.object_ranks)
+        if part.HasField("terms"):
+            self.terms = part.terms
 
     def rows(self) -> ShardTable:
         """Return all rows as one table.
@@ -75,10 +81,42 @@ def offer(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
             elif row.name not in whole:
                 whole[row.name] = _whole(row)
         aliases.update(zip(section.aliases.alias, section.aliases.target, strict=True))
-    first = StoredPart()
-    first.aliases.alias.extend(aliases)
-    first.aliases.target.extend(aliases.values())
-    yield first
+    yield _aliases_part(aliases)
+    yield from _objects_parts(sections)
+    owners = [0] * len(whole) + [rank for rank, _ in own]
+    at = 0
+    for rows in shard_table.split(shard_table.build([*whole.values(), *(row for _, row in own)])):
+        count = shard_table.row_count(rows)
+        yield StoredPart(rows=rows, row_ranks=owners[at : at + count])
+        at += count
+
+
+def boxes(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
+    """Yield the parts of the answer for a reader that takes boxes as they were written: each once, under its writer."""
+    aliases: dict[str, str] = {}
+    for _, section in sorted(sections.items()):
+        aliases.update(zip(section.aliases.alias, section.aliases.target, strict=True))
+    yield _aliases_part(aliases)
+    yield from _objects_parts(sections)
+    for rank, section in sorted(sections.items()):
+        columns = zip(shard_table.iter_rows(section.shards), section.writer, section.stream_offset, strict=True)
+        written = [(row, offset) for row, writer, offset in columns if writer == rank]
+        at = 0
+        for rows in shard_table.split(shard_table.build(row for row, _ in written)):
+            count = shard_table.row_count(rows)
+            offsets = [offset for _, offset in written[at : at + count]]
+            yield StoredPart(rows=rows, row_ranks=[rank] * count, row_offsets=offsets)
+            at += count
+
+
+def _aliases_part(aliases: Mapping[str, str]) -> StoredPart:
+    part = StoredPart()
+    part.aliases.alias.extend(aliases)
+    part.aliases.target.extend(aliases.values())
+    return part
+
+
+def _objects_parts(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
     for ranks in _batches(sorted(sections)):
         yield StoredPart(
             rank_objects=[
@@ -88,12 +126,6 @@ def offer(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
                 for rank in ranks
             ]
         )
-    owners = [0] * len(whole) + [rank for rank, _ in own]
-    at = 0
-    for rows in shard_table.split(shard_table.build([*whole.values(), *(row for _, row in own)])):
-        count = shard_table.row_count(rows)
-        yield StoredPart(rows=rows, row_ranks=owners[at : at + count])
-        at += count
 
 
 def _batches(ranks: Sequence[int]) -> Iterator[Sequence[int]]:
@@ -109,6 +141,27 @@ def _whole(row: ShardRow) -> ShardRow:
         length=row.global_shape,
         nbytes=row.nbytes // elements * math.prod(row.global_shape) if elements else 0,
     )
+
+
+def names_of(sections: Mapping[int, RankSection]) -> list[str]:
+    """Return the names of all tensors and objects, sorted: what the bits of `WantTerms.unused` are about."""
+    found: set[str] = set()
+    for section in sections.values():
+        found.update(section.shards.names, section.aliases.alias, section.object_names)
+    return sorted(found)
+
+
+def with_names(error: Error, unused: bytes, sections: Mapping[int, RankSection]) -> Error:
+    """Return the coordinator's error, which knows bits, with the names they stand for."""
+    bits = f"{int.from_bytes(unused, 'big'):0{8 * len(unused)}b}"
+    names = [name for name, bit in zip(names_of(sections), bits, strict=False) if bit == "1"]
+    if not names:
+        return error
+    named = Error()
+    named.CopyFrom(error)
+    named.message += f": {', '.join(names[:_NAMES_SHOWN])}{', ...' if len(names) > _NAMES_SHOWN else ''}"
+    named.object = names[0]
+    return named
 
 
 def objects_of(sections: Mapping[int, RankSection], rank: int, wanted: Wanted) -> list[tuple[int, int, int, int]]:

@@ -3,7 +3,8 @@
 Owns: `whole`, the decision that follows from it, and the state digest. Does not own: what follows from layouts alone
 (`layouts`), reading indexes, or deciding (`history`). Invariant: `Whole` means one index for every node of the claim;
 every rank of the world once; one plan and one base; every element of every global tensor covered exactly once; every
-replica compared and equal; every byte that a rank leaves to another one held by it.
+replica compared and equal, or left uncompared on a word that is backed; every byte that a rank leaves to another one
+held by it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ckptd.protos import error_pb2
 from ckptd.protos.error_pb2 import Error, Reason
 from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexHeader, IndexRef, RankSection, StepRef, Totals
 
+from .comparisons import Comparisons
 from .errors import DaemonError, make_error
 from .index import ChunkRef, chunk_refs
 from .index_checks import FINGERPRINT_BYTES
@@ -47,6 +49,7 @@ class Whole:
         totals: Sums, information only.
         state_digest: BLAKE3 (hex) over what was saved, see docs/format.md.
         base: The step whose chunks it refers to, or None. Must still be listed when the decision is written (R4).
+        compared_in: The step in which the same layout was last compared, or None: it was in this one.
         header: Of the index that holds rank 0: metrics, tags and versions are taken from it.
     """
 
@@ -54,6 +57,7 @@ class Whole:
     totals: Totals
     state_digest: str
     base: StepRef | None
+    compared_in: StepRef | None
     header: IndexHeader
 
 
@@ -74,6 +78,7 @@ def whole(
     indexes: Mapping[str, Sequence[LoadedIndex]],
     *,
     base_chunks: Collection[str] | None = None,
+    comparisons: Comparisons | None = None,
 ) -> Whole | NotWhole:
     """Say whether these indexes make step `step` of the claim's timeline whole.
 
@@ -86,6 +91,8 @@ def whole(
         indexes: What was read from the store, by node. Nodes that the claim does not name are ignored.
         base_chunks: Keys of all chunks the base's indexes refer to, where the caller has them: then a reference that
             does not stand there is refused.
+        comparisons: What the caller knows of the comparisons before this step, where this one may go without; never
+            taken from its indexes. None: every replica must be compared here.
 
     Returns:
         Whole, or NotWhole with the error of the first set; its message names node, rank, tensor and box.
@@ -101,7 +108,7 @@ def whole(
     first: NotWhole | None = None
     for chosen in itertools.islice(itertools.product(*choices), _MAX_COMBINATIONS):
         try:
-            return _whole_set(claim, step, chosen, base_chunks)
+            return _whole_set(claim, step, chosen, base_chunks, comparisons)
         except DaemonError as refused:
             error = Error()
             error.CopyFrom(refused.error)
@@ -132,10 +139,18 @@ def committed(*, claim: Claim, whole: Whole, created_at: str, posthumous: bool =
         posthumous=posthumous,
         created_at=created_at,
         versions=dict(whole.header.versions),
+        compared_in=whole.compared_in,
+        plan_digest=whole.header.plan_digest.hex(),
     )
 
 
-def _whole_set(claim: Claim, step: int, chosen: Sequence[LoadedIndex], base_chunks: Collection[str] | None) -> Whole:
+def _whole_set(
+    claim: Claim,
+    step: int,
+    chosen: Sequence[LoadedIndex],
+    base_chunks: Collection[str] | None,
+    comparisons: Comparisons | None,
+) -> Whole:
     sections: dict[int, RankSection] = {}
     for node, loaded in zip(claim.nodes, chosen, strict=True):
         _check_node(claim, step, node.node, list(node.ranks), loaded)
@@ -147,6 +162,7 @@ def _whole_set(claim: Claim, step: int, chosen: Sequence[LoadedIndex], base_chun
     _check_agreement(chosen, head, step)
     _check_coordinates(sections, step)
     layouts = layouts_of(sections)
+    compared_in = _compared_in(chosen, step, comparisons)
     fingerprints = _equal_fingerprints(sections, layouts, step)
     own = StepId(Timeline.parse(claim.timeline), step)
     refs = [ref for section in sections.values() for ref in chunk_refs(section)]
@@ -164,6 +180,7 @@ def _whole_set(claim: Claim, step: int, chosen: Sequence[LoadedIndex], base_chun
         totals=totals,
         state_digest=_state_digest(layouts, fingerprints, sections),
         base=head.base if head.HasField("base") else None,
+        compared_in=compared_in,
         header=head,
     )
 
@@ -194,6 +211,33 @@ def _check_agreement(chosen: Sequence[LoadedIndex], head: IndexHeader, step: int
             raise _refused(error_pb2.REASON_RANKS_DISAGREE, text, node=header.node, ranks=sections)
 
 
+def _compared_in(chosen: Sequence[LoadedIndex], step: int, comparisons: Comparisons | None) -> StepRef | None:
+    """Return the step that stands for this one's comparison; None where all replicas have their fingerprints.
+
+    Raises:
+        DaemonError: NOT_COMPARED, fingerprints were left out and the caller does not back that; RANKS_DISAGREE, nodes were
+            given different words.
+    """
+    words = [header.compared_in if header.HasField("compared_in") else None for _, header, _ in chosen]
+    marked = [
+        (number, rank) for number, (_, _, of_node) in enumerate(chosen) for rank in of_node if of_node[rank].uncompared
+    ]
+    if not marked:
+        return None
+    ranks = sorted(rank for _, rank in marked)
+    word = words[marked[0][0]]
+    if any(other is not None and other != word for other in words):
+        text = f"step {step}: nodes were told different steps that replicas were last compared in"
+        raise _refused(error_pb2.REASON_RANKS_DISAGREE, text, ranks=ranks)
+    if word is None or comparisons is None or not comparisons.backs(word, chosen[0][1].plan_digest.hex()):
+        told = "nothing" if word is None else f"step {word.step} of {word.timeline}"
+        text = (
+            f"step {step}: ranks {ranks} did not compare their replicas; what they rely on ({told}) does not allow it"
+        )
+        raise _refused(error_pb2.REASON_NOT_COMPARED, text, ranks=ranks)
+    return comparisons.last()
+
+
 def _check_coordinates(sections: Mapping[int, RankSection], step: int) -> None:
     seen: dict[tuple[int, ...], int] = {}
     for rank, section in sections.items():
@@ -217,15 +261,16 @@ def _check_references(refs: Sequence[ChunkRef], own: StepId, base_chunks: Collec
 
 
 def _equal_fingerprints(sections: Mapping[int, RankSection], layouts: Layouts, step: int) -> npt.NDArray[np.uint64]:
-    """Return all rows' fingerprints, after every replica was compared with the row that stands for it."""
+    """Return all rows' fingerprints, after every replica that has one was compared with the row that stands for it."""
     joined = b"".join(sections[rank].fingerprints for rank in sorted(sections))
     fingerprints = np.frombuffer(joined, dtype="<u8").reshape(-1, FINGERPRINT_BYTES // 8)
-    differs = (fingerprints != fingerprints[layouts.holder]).any(axis=1)
+    has_one = _fingerprinted(sections)
+    differs = (fingerprints != fingerprints[layouts.holder]).any(axis=1) & has_one
     if not differs.any():
         return fingerprints
     row = int(differs.argmax())
     _, name, box = row_at(sections, row)
-    same_box = np.flatnonzero(layouts.holder == layouts.holder[row])
+    same_box = np.flatnonzero((layouts.holder == layouts.holder[row]) & has_one)
     by_value: dict[bytes, list[int]] = {}
     for replica in same_box:
         rank, _, _ = row_at(sections, int(replica))
@@ -243,6 +288,18 @@ def _equal_fingerprints(sections: Mapping[int, RankSection], layouts: Layouts, s
         object=name,
         ranks=[rank for ranks in by_value.values() for rank in ranks],
     )
+
+
+def _fingerprinted(sections: Mapping[int, RankSection]) -> npt.NDArray[np.bool_]:
+    """Return which rows have a fingerprint: all, but those that a marked section leaves to another rank."""
+    found = []
+    for rank in sorted(sections):
+        section = sections[rank]
+        if section.uncompared:
+            found.append(np.asarray(section.writer, dtype=np.int64) == rank)
+        else:
+            found.append(np.ones(len(section.writer), dtype=np.bool_))
+    return np.concatenate(found)
 
 
 def _state_digest(layouts: Layouts, fingerprints: npt.NDArray[np.uint64], sections: Mapping[int, RankSection]) -> str:

@@ -39,17 +39,20 @@ def row_fingerprints(
         writer: Per row, the rank that writes it.
         offsets: Per row this rank writes, where it stands in `data`.
         data: The tensor part of the staged slot.
-        trailer: Holds the fingerprints of the rows that other ranks write.
+        trailer: Holds the fingerprints of the rows that other ranks write, or says that they were left uncompared:
+            theirs are zeros then.
 
     Raises:
         ValueError: The trailer's rows are not those that other ranks write.
     """
     column = np.zeros((len(writer), FINGERPRINT_BYTES), dtype=np.uint8)
     is_own = np.asarray(writer, dtype=np.int64) == rank
-    if not np.array_equal(np.flatnonzero(~is_own), np.asarray(trailer.replica_row, dtype=np.int64)):
+    expected = np.empty(0, dtype=np.int64) if trailer.uncompared else np.flatnonzero(~is_own)
+    if not np.array_equal(expected, np.asarray(trailer.replica_row, dtype=np.int64)):
         raise ValueError(f"the trainer gave {len(trailer.replica_row)} fingerprints, of other rows than the plan says")
     replicas = np.frombuffer(trailer.replica_fingerprints, dtype=np.uint8).reshape(-1, FINGERPRINT_BYTES)
-    column[~is_own] = replicas
+    if not trailer.uncompared:
+        column[~is_own] = replicas
     own = np.flatnonzero(is_own).tolist()
     sizes = rows.nbytes
     digests = b"".join(xxhash.xxh3_128_digest(data[(at := offsets[row]) : at + sizes[row]]) for row in own)

@@ -20,7 +20,7 @@ from ckptd.storage_backends.base import ObjectStore
 from .errors import CorruptError
 from .index_checks import DIGEST_ALGORITHM, DIGEST_BYTES, FINGERPRINT_ALGORITHM, check_header, check_section
 from .keys import IndexKey, StepId, chunk_key, parse_key
-from .record_checks import FORMAT_VERSION, corrupt
+from .record_checks import FORMAT_VERSION, UNCOMPARED_REPLICAS, corrupt
 
 MAGIC = b"CKPTDIX1"
 FRAME_BYTES = 16
@@ -50,7 +50,8 @@ class ChunkRef:
 def build_index(header: IndexHeader, sections: Sequence[RankSection]) -> bytes:
     """Return the bytes of an index: the same for the same arguments, always.
 
-    `header.sections` is ignored and made anew; format version, algorithms and encodings are filled in where unset.
+    `header.sections` is ignored and made anew; format version, algorithms, encodings and the features that the sections
+    need are filled in where unset.
 
     Raises:
         FormatError: a reader would refuse it.
@@ -63,6 +64,8 @@ def build_index(header: IndexHeader, sections: Sequence[RankSection]) -> bytes:
     if not made.encodings:
         made.encodings.append("none")
     ordered = sorted(sections, key=lambda section: section.rank)
+    if any(section.uncompared for section in ordered) and UNCOMPARED_REPLICAS not in made.required_features:
+        made.required_features.append(UNCOMPARED_REPLICAS)
     blobs = [section.SerializeToString(deterministic=True) for section in ordered]
     digests = [blake3.blake3(blob).digest() for blob in blobs]
     header_bytes = _header_with_offsets(made, [section.rank for section in ordered], blobs, digests)

@@ -13,7 +13,7 @@ from ckptd.protos import shard_table
 from ckptd.protos.snapshot_pb2 import IndexHeader, RankSection
 
 from .keys import StepId, Timeline, is_node
-from .record_checks import check_mesh, check_version, corrupt, unsupported
+from .record_checks import UNCOMPARED_REPLICAS, check_mesh, check_version, corrupt, unsupported
 
 MAX_INDEX_BYTES = 2**31 - 1
 """Protobuf's own limit for a message."""
@@ -47,6 +47,11 @@ def check_header(header: IndexHeader, start: int, where: str) -> None:
         raise corrupt(where, str(error)) from None
     if base is not None and not base < step:
         raise corrupt(where, f"its base {base} is not older than {step}")
+    if header.HasField("compared_in") and not (
+        header.compared_in.timeline == header.timeline and header.compared_in.step < header.step
+    ):
+        named = f"step {header.compared_in.step} of {header.compared_in.timeline!r}"
+        raise corrupt(where, f"it would have been compared in {named}, which is no step before {step}")
     if not is_node(header.node):
         raise corrupt(where, f"{header.node!r} is no name of a node")
     check_mesh(header.mesh, header.world, where)
@@ -90,6 +95,7 @@ def check_section(section: RankSection, header: IndexHeader, what: str) -> None:
         if found != expected:
             raise corrupt(what, f"{expected} entries or bytes expected in {column}, {found} found")
     _check_chunks(section, header, sources, what)
+    _check_uncompared(section, header, what)
     stream = sum(section.chunk_length)
     for row, (writer, offset, nbytes) in enumerate(
         zip(section.writer, section.stream_offset, section.shards.nbytes, strict=True)
@@ -126,6 +132,18 @@ def _check_chunks(section: RankSection, header: IndexHeader, sources: list[StepI
         raise corrupt(what, f"it refers to chunks of {foreign[0]}, but names no base")
     if any(source > StepId.of(header.base) for source in foreign):
         raise corrupt(what, "it refers to chunks of a step that is newer than its base")
+
+
+def _check_uncompared(section: RankSection, header: IndexHeader, what: str) -> None:
+    """Refuse a mark that nothing in the header goes with, that marks nothing, or beside fingerprints that are there."""
+    if not section.uncompared:
+        return
+    if not header.HasField("compared_in") or UNCOMPARED_REPLICAS not in header.required_features:
+        raise corrupt(what, "it says that replicas were not compared, and its header does not")
+    fingerprints = np.frombuffer(section.fingerprints, dtype=np.uint8).reshape(-1, FINGERPRINT_BYTES)
+    left = np.asarray(section.writer, dtype=np.int64) != section.rank
+    if not left.any() or fingerprints[left].any():
+        raise corrupt(what, "it says that replicas were not compared, and has none, or has their fingerprints")
 
 
 def _check_disjoint(section: RankSection, what: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ckptd.protos.error_pb2 import REASON_INTERNAL, REASON_LAYOUT_MISMATCH
+from ckptd.protos.error_pb2 import REASON_INTERNAL, REASON_LAYOUT_MISMATCH, REASON_NOT_COMPARED
 from ckptd.protos.snapshot_pb2 import AliasTable, IndexHeader, Mesh, RankSection, ShardTable, SlotTrailer, StepRef
 
 from .chunks import ChunkSpan, StreamLayout, aligned, object_chunks, stream_layout
@@ -54,6 +54,7 @@ class NodeSnapshot:
         plan_digest: Of the plan all slots are laid out by.
         base: Step whose chunks may be referred to, named by the coordinator.
         base_sections: The base's sections of this node's ranks (or of any others), by rank.
+        compared_in: The coordinator's word that replicas need not be compared; None: they must be.
         ranks: All ranks of this node.
     """
 
@@ -65,6 +66,7 @@ class NodeSnapshot:
     plan_digest: bytes
     base: StepRef | None = None
     base_sections: Mapping[int, RankSection] = field(default_factory=dict)
+    compared_in: StepRef | None = None
     ranks: Mapping[int, RankSnapshot]
 
     @property
@@ -93,7 +95,8 @@ def staged_rank(snapshot: NodeSnapshot, rank: int) -> StagedRank:
     """Check that the rank's slot holds this step, and cut its stream.
 
     Raises:
-        DaemonError: INTERNAL, the slot holds something else.
+        DaemonError: INTERNAL, the slot holds something else; NOT_COMPARED, the trainer left fingerprints out that the
+            coordinator wants.
         FormatError: The trainer's trailer cannot be read.
     """
     source = snapshot.ranks[rank]
@@ -108,11 +111,20 @@ def staged_rank(snapshot: NodeSnapshot, rank: int) -> StagedRank:
             object=str(source.slot.path),
             phase="upload",
         )
+    trailer = source.slot.trailer()
+    if trailer.uncompared and snapshot.compared_in is None:
+        raise DaemonError.of(
+            f"rank {rank}: the trainer gave no fingerprints of replicas, and step {snapshot.step} must be compared",
+            reason=REASON_NOT_COMPARED,
+            step=snapshot.step,
+            rank=rank,
+            phase="upload",
+        )
     return StagedRank(
         rank=rank,
         source=source,
         layout=layout,
-        trailer=source.slot.trailer(),
+        trailer=trailer,
         spans=[*layout.chunks, *object_chunks(layout.data_bytes, header.objects_bytes)],
     )
 
@@ -216,6 +228,7 @@ def rank_section(
         chunk_length=[span.length for span in staged.spans],
         chunk_source=chunk_source,
         sources=list(sources),
+        uncompared=trailer.uncompared and any(writer != staged.rank for writer in source.writer),
     )
 
 
@@ -229,6 +242,7 @@ def index_header(snapshot: NodeSnapshot, lowest: StagedRank, new_bytes: int) -> 
         mesh=snapshot.mesh,
         base=snapshot.base,
         plan_digest=snapshot.plan_digest,
+        compared_in=snapshot.compared_in,
         new_bytes=new_bytes,
         metrics=lowest.trailer.metrics,
         tags=lowest.trailer.tags,

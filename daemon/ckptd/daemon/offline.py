@@ -19,6 +19,7 @@ from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound
 
 from .catalog import StepState, read_catalog
+from .comparisons import Comparisons
 from .errors import CorruptError, DaemonError, FencedError, NotFoundError
 from .history import adoption, candidates, order, pinned_steps, start_record, to_bytes
 from .keys import INDEX_PREFIX, PINS_PREFIX, StepId, Timeline, claim_key, new_nonce, start_key
@@ -207,14 +208,18 @@ def _adopt(store: ObjectStore, view: LogView, newest: NewestRecord, created_at: 
     decided = {step for step, _ in view.decision_keys(newest.timeline) if step > last}
     indexes = [info.key for info in store.list(INDEX_PREFIX)]
     adopted: Adopted = []
+    comparisons = Comparisons.of_history(newest.record, newest.aborted)
     for step, refs in candidates(claim=claim, record=newest.record, index_keys=indexes, aborted=decided):
         try:
             blobs = [store.get(ref.key) for ref in refs]
         except NotFound:
             return None
         listed = [*newest.listed, *(ref for ref, _ in adopted)]
-        verdict = adoption(claim, step, refs, blobs, listed, created_at)
-        if not isinstance(verdict, Error):
+        verdict = adoption(claim, step, refs, blobs, listed, created_at, comparisons)
+        if isinstance(verdict, Error):
+            comparisons.note_refused(step, verdict)
+        else:
+            comparisons.note_committed(step, verdict)
             adopted.append((StepRef(step=step, timeline=str(newest.timeline)), verdict))
     return adopted
 

@@ -19,7 +19,9 @@ from .keys import ClaimKey, DecisionKey, RecordKey, StartKey, StepId, Timeline, 
 
 FORMAT_VERSION = 1
 """Newest version of the format that this program reads, and the one it writes."""
-KNOWN_FEATURES: frozenset[str] = frozenset()
+UNCOMPARED_REPLICAS = "uncompared-replicas"
+"""Feature of an index in which fingerprints of replicas are zeros on purpose: who does not know it takes them for bits."""
+KNOWN_FEATURES: frozenset[str] = frozenset({UNCOMPARED_REPLICAS})
 """Entries of `required_features` this program knows how to honour."""
 
 
@@ -122,6 +124,12 @@ def _check_committed(decision: Decision, where: str) -> None:
         raise corrupt(where, f"step {step.step} names two indexes of one node")
     if committed.HasField("base") and not _step_id(committed.base, where) < step:
         raise corrupt(where, f"the base of {step} is not older than itself")
+    if committed.plan_digest and not _is_digest(committed.plan_digest):
+        raise corrupt(where, f"the plan of {step} has no usable digest")
+    if committed.HasField("compared_in"):
+        compared = _step_id(committed.compared_in, where)
+        if compared.timeline != step.timeline or compared >= step:
+            raise corrupt(where, f"{step} would have been compared in {compared}, which is no step before it")
 
 
 def _check_entry(entry: StepRef, key: RecordKey) -> StepId:

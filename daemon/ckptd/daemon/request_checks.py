@@ -13,6 +13,7 @@ from operator import ge
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+from ckptd.daemon.comparisons import parse_policy
 from ckptd.daemon.errors import DaemonError
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import AttachRequest, LeadRequest, RunCredentials
@@ -96,6 +97,10 @@ def _wrong_run(request: LeadRequest | AttachRequest) -> str:
         return f"mesh axes {axes} and sizes {sizes} do not fit together"
     if sizes and math.prod(sizes) != request.world:
         return f"mesh {dict(zip(axes, sizes, strict=True))} does not have {request.world} ranks"
+    try:
+        parse_policy(request.options.verify_replicas)
+    except ValueError as wrong:
+        return str(wrong)
     return ""
 
 

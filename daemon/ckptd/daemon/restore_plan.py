@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ckptd.daemon import keys, records
@@ -33,7 +34,7 @@ INDEX_READERS = 8
 """Indexes read at once: they are small, and latency is all that counts."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Stored:
     """The sections of a step that this node needs: its own ranks' and those of the ranks that wrote for them.
 
@@ -42,6 +43,11 @@ class Stored:
 
     sections: Mapping[int, RankSection]
     other_mesh: bool = False
+
+    @cached_property
+    def rows(self) -> StoredRows:
+        """What the ranks wrote, ready to be matched."""
+        return StoredRows(self.sections)
 
     def needed_ranks(self, ranks: Sequence[int]) -> set[int]:
         """Return the ranks whose streams hold what `ranks` stored; on another mesh all."""
@@ -139,13 +145,12 @@ def fetch(
         DaemonError: LAYOUT_MISMATCH, a row or object is not stored so; INVALID_ARGUMENT, columns do not fit together.
         CorruptError, NoSpaceError, StorageError: as `Fetcher.fetch`.
     """
-    rows = StoredRows(stored.sections)
     pieces: dict[int, list[Piece]] = {}
     objects: dict[int, list[tuple[int, int, int, int]]] = {}
     ranges: dict[int, list[tuple[int, int]]] = {}
     for rank, wanted in wants.items():
         own = None if stored.other_mesh else rank
-        pieces[rank] = rows.pieces(wanted.rows(), own, wanted.row_ranks)
+        pieces[rank] = stored.rows.pieces(wanted.rows(), own, wanted.row_ranks)
         objects[rank] = objects_of(stored.sections, rank, wanted)
         for source, found in ranges_by_rank(pieces[rank]).items():
             ranges.setdefault(source, []).extend(found)

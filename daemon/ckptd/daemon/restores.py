@@ -29,6 +29,7 @@ from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
+from ckptd.protos.snapshot_pb2 import Committed
 
 if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
@@ -83,6 +84,8 @@ class NodeRestore:
         self._asks: dict[int, Ask] = {}
         self._attempt: Attempt | None = None
         self._superseded: set[int] = set()
+        self._kept: tuple[Committed, Stored] | None = None
+        """The last step's indexes, in a run that only reads: it may read one step in many rounds."""
         self._last_failure: tuple[int, Error] | None = None
         """The last attempt that failed on all ranks, for a rank whose Want comes after that was told."""
 
@@ -102,7 +105,7 @@ class NodeRestore:
             self._superseded.discard(rank)
             stored = await self._within(asyncio.shield(attempt.loaded), timeout, session)
             attempt.told.add(rank)
-            return self._stored_parts(attempt, stored, rank)
+            return self._stored_parts(attempt, stored, rank, request.detail)
         ask = Ask(request=request, answer=asyncio.get_running_loop().create_future())
         self._asks[rank] = ask
         self._link.say(self._restore_message(rank, request))
@@ -129,9 +132,11 @@ class NodeRestore:
         attempt.wants[session.rank] = want
         if refused is not None:
             self._failed(attempt, session.rank, refused)
-        elif not attempt.fetching and set(attempt.wants) >= set(self._link.live_ranks):
-            attempt.fetching = True
-            self._link.spawn(self._fetch(attempt))
+        else:
+            self._say_wanted(attempt, session.rank)
+            if not attempt.fetching and set(attempt.wants) >= set(self._link.live_ranks):
+                attempt.fetching = True
+                self._link.spawn(self._fetch(attempt))
         return await self._within(want.answer, self._timeout(session, 0), session)
 
     def done(self, session: Session, number: int, error: Error | None) -> None:
@@ -182,8 +187,11 @@ class NodeRestore:
         """After a reconnect: every call without an answer."""
         for rank, ask in self._asks.items():
             self._link.say(self._restore_message(rank, ask.request))
-        if self._attempt is not None and self._attempt.ready:
-            self._say_ready(self._attempt)
+        if self._attempt is not None:
+            for rank in self._attempt.wants:
+                self._say_wanted(self._attempt, rank)
+            if self._attempt.ready:
+                self._say_ready(self._attempt)
 
     def on_message(self, message: CoordinatorMessage) -> None:
         """Take RestoreChosen, RestoreGo or RestoreError."""
@@ -191,10 +199,11 @@ class NodeRestore:
         if kind == "restore_chosen":
             self._on_chosen(message.restore_chosen)
         elif kind == "restore_go":
-            self._on_go(message.restore_go.attempt)
+            self._on_go(message.restore_go)
         else:
-            self._last_failure = (message.restore_error.attempt, message.restore_error.error)
-            self._fail_all(message.restore_error.error)
+            error = self._named(message.restore_error)
+            self._last_failure = (message.restore_error.attempt, error)
+            self._fail_all(error)
 
     def _on_chosen(self, chosen: CoordinatorMessage.RestoreChosen) -> None:
         before, self._attempt = self._attempt, None
@@ -221,16 +230,21 @@ class NodeRestore:
         """Read what the step's indexes say of this node's ranks, and answer their Restore."""
         loop = asyncio.get_running_loop()
         about = self._link.about
+        chosen = attempt.chosen
         try:
-            stored = await loop.run_in_executor(
-                None,
-                restore_plan.load,
-                self._held.store,
-                attempt.chosen,
-                about.mesh,
-                about.world,
-                sorted(self._link.ranks),
-            )
+            stored = self._kept[1] if self._kept is not None and self._kept[0] == chosen.committed else None
+            if stored is None:
+                stored = await loop.run_in_executor(
+                    None,
+                    restore_plan.load,
+                    self._held.store,
+                    chosen,
+                    about.mesh,
+                    about.world,
+                    sorted(self._link.ranks),
+                )
+            if about.options.read_only:
+                self._kept = (chosen.committed, stored)
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
             self._failed(
                 attempt,
@@ -242,7 +256,7 @@ class NodeRestore:
         for rank, ask in self._asks.items():
             if not ask.answer.done():
                 attempt.told.add(rank)
-                ask.answer.set_result(self._stored_parts(attempt, stored, rank))
+                ask.answer.set_result(self._stored_parts(attempt, stored, rank, ask.request.detail))
 
     async def _fetch(self, attempt: Attempt) -> None:
         """Plan, fetch and verify what all ranks of the node want."""
@@ -273,6 +287,10 @@ class NodeRestore:
                 wire_error(failure, phase="restore", step=attempt.chosen.step.step, node=self._node),
             )
             return
+        if self._attempt is None:
+            # The restore failed on all ranks meanwhile: nobody will say that it has copied.
+            self._held.arena.release()
+            return
         self._log.emit(
             "fetched",
             job=self._held.job,
@@ -286,17 +304,22 @@ class NodeRestore:
         attempt.ready = True
         self._say_ready(attempt)
 
-    def _on_go(self, number: int) -> None:
+    def _on_go(self, go: CoordinatorMessage.RestoreGo) -> None:
         attempt = self._attempt
-        if attempt is None or attempt.number != number or attempt.plan is None:
+        if attempt is None or attempt.number != go.attempt or attempt.plan is None:
             return
         for rank, want in attempt.wants.items():
             if not want.answer.done():
-                want.answer.set_result(attempt.plan.parts(rank))
+                parts = attempt.plan.parts(rank)
+                if go.HasField("unused"):
+                    parts[0].unused = go.unused
+                want.answer.set_result(parts)
 
     # ------------------------------------------------------------ small pieces
 
-    def _stored_parts(self, attempt: Attempt, stored: Stored, rank: int) -> list[StoredPart]:
+    def _stored_parts(
+        self, attempt: Attempt, stored: Stored, rank: int, detail: RestoreRequest.Detail.ValueType
+    ) -> list[StoredPart]:
         snapshot = self._held_snapshot(attempt)
         in_memory = snapshot is not None and stored.needed_ranks(sorted(self._link.ranks)) <= set(snapshot.slots)
         committed = attempt.chosen.committed
@@ -313,8 +336,11 @@ class NodeRestore:
             attempt=attempt.number,
             other_mesh=stored.other_mesh,
         )
+        if detail == RestoreRequest.NOTHING:
+            return [StoredPart(found=found)]
         if stored.other_mesh:
-            return [StoredPart(found=found), *any_mesh.offer(stored.sections)]
+            told = any_mesh.boxes if detail == RestoreRequest.BOXES else any_mesh.offer
+            return [StoredPart(found=found), *told(stored.sections)]
         section = stored.sections[rank]
         first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
         return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]
@@ -334,6 +360,18 @@ class NodeRestore:
         if request.HasField("step"):
             message.step = request.step
         return NodeMessage(restore=message)
+
+    def _say_wanted(self, attempt: Attempt, rank: int) -> None:
+        terms = attempt.wants[rank].wanted.terms
+        said = NodeMessage.RestoreWanted(rank=rank, attempt=attempt.number, terms=terms)
+        self._link.say(NodeMessage(restore_wanted=said))
+
+    def _named(self, told: CoordinatorMessage.RestoreError) -> Error:
+        """Return the error of all ranks, with the names of what no rank asked for."""
+        attempt = self._attempt
+        if not told.unused or attempt is None or attempt.number != told.attempt or not attempt.loaded.done():
+            return told.error
+        return any_mesh.with_names(told.error, told.unused, attempt.loaded.result().sections)
 
     def _say_ready(self, attempt: Attempt) -> None:
         for rank in attempt.wants:

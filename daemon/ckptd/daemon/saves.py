@@ -203,6 +203,7 @@ class NodeSave:
                         tail_offset=slot.header.tail_offset,
                         tail_capacity=slot.tail_capacity,
                         timeline=decision.timeline,
+                        leave_uncompared=snapshot.about.HasField("compared_in"),
                     )
                 )
 
@@ -211,9 +212,15 @@ class NodeSave:
         for rank, wait in waiting.items():
             layout_digest = bytes(wait.request.layout_digest)
             known = self._held.plan_of(rank, decision.plan_digest)
-            put = self._link.ranks[rank].layouts.get(layout_digest)
-            # Ties are no rows: a name may become tied without any other layout, hence without another plan.
-            if known is None or (put is not None and put[1] != known.held.aliases):
+            session = self._link.ranks[rank]
+            put = session.layouts.get(layout_digest)
+            # Ties are no rows, and neither is the rank's place: both may change without any other layout, hence without
+            # another plan. A run on another mesh has another place for the rank that held this layout before.
+            is_stale = known is not None and (
+                (put is not None and put[1] != known.held.aliases)
+                or list(known.held.coordinate) != list(session.about.coordinate)
+            )
+            if known is None or is_stale:
                 await self._fetch_plan(rank, layout_digest, decision.plan_digest)
         about = HeldSnapshot(
             step=decision.step,
@@ -230,6 +237,8 @@ class NodeSave:
         )
         if decision.HasField("base"):
             about.base.CopyFrom(decision.base)
+        if decision.HasField("compared_in"):
+            about.compared_in.CopyFrom(decision.compared_in)
         tails = {rank: wait.request.tail_bytes for rank, wait in waiting.items()}
         processes = {rank: self._link.ranks[rank].about.process or self._link.ranks[rank].token for rank in waiting}
         return await self._held.begin(about, tails, processes, max(1, self._link.about.options.slots))

@@ -133,6 +133,7 @@ class UploadQueue:
                 plan_digest=about.plan_digest,
                 base=about.base if about.HasField("base") else None,
                 base_sections=self._base_sections(about),
+                compared_in=about.compared_in if about.HasField("compared_in") else None,
                 ranks={
                     rank: RankSnapshot(
                         slot=slot,

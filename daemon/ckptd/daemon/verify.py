@@ -20,6 +20,7 @@ from ckptd.protos.snapshot_pb2 import Claim, ClaimNode, Committed, RankSection, 
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound, Truncated
 
+from .comparisons import Comparisons
 from .coverage import LoadedIndex, NotWhole, whole
 from .errors import CorruptError, FormatError
 from .index import ChunkRef, load_index
@@ -207,11 +208,20 @@ def _prove_whole(commit: Committed, loaded: list[LoadedIndex], finding: _Finding
     nodes = [ClaimNode(node=ref.node, ranks=sorted(sections)) for ref, _, sections in loaded]
     claim = Claim(timeline=loaded[0][1].timeline, world=commit.world, mesh=commit.mesh, nodes=nodes)
     by_node = {one[0].node: [one] for one in loaded}
-    found = whole(claim, loaded[0][1].step, by_node)
+    found = whole(claim, loaded[0][1].step, by_node, comparisons=_comparisons(claim, commit))
     if isinstance(found, NotWhole):
         finding.add(loaded[0][0].key, f"damaged: {found.error.message}")
     elif found.state_digest != commit.state_digest:
         finding.add(loaded[0][0].key, "damaged: the indexes do not give the state digest that the record holds")
+
+
+def _comparisons(claim: Claim, commit: Committed) -> Comparisons | None:
+    """Return what the record says of the comparison of a step; None: it was compared itself."""
+    if not commit.HasField("compared_in"):
+        return None
+    known = Comparisons(timeline=claim.timeline)
+    known.note_committed(commit.compared_in.step, commit)
+    return known
 
 
 def _prove_run(

@@ -144,7 +144,7 @@ class LeadRequest(google.protobuf.message.Message):
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
-    """The user's name of the job."""
+    """The user's name of the job. Empty, in a read-only run: whatever job the root holds."""
     run_id: builtins.str
     """Random, made by rank 0, shared by all ranks of the run."""
     world: builtins.int
@@ -212,6 +212,7 @@ class RunOptions(google.protobuf.message.Message):
     SLOTS_FIELD_NUMBER: builtins.int
     POSTHUMOUS_TIMEOUT_S_FIELD_NUMBER: builtins.int
     STORE_DRIVER_FIELD_NUMBER: builtins.int
+    VERIFY_REPLICAS_FIELD_NUMBER: builtins.int
     takeover: builtins.bool
     """Start although another run of the job is visibly alive."""
     read_only: builtins.bool
@@ -232,6 +233,8 @@ class RunOptions(google.protobuf.message.Message):
     """Longest wait for uploads that still run for an older timeline before the job goes on without them. Seconds."""
     store_driver: builtins.str
     """Store driver: "auto", "obstore" or "fsspec"."""
+    verify_replicas: builtins.str
+    """When replicas are compared: "always" (also when empty), "first", or "every:N"."""
     @property
     def retention(self) -> ckptd.protos.snapshot_pb2.Retention:
         """Which steps stay."""
@@ -250,9 +253,10 @@ class RunOptions(google.protobuf.message.Message):
         slots: builtins.int = ...,
         posthumous_timeout_s: builtins.float = ...,
         store_driver: builtins.str = ...,
+        verify_replicas: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["retention", b"retention"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach_timeout_s", b"attach_timeout_s", "begin_timeout_s", b"begin_timeout_s", "commit_timeout_s", b"commit_timeout_s", "posthumous_timeout_s", b"posthumous_timeout_s", "read_only", b"read_only", "restore_timeout_s", b"restore_timeout_s", "retention", b"retention", "slots", b"slots", "store_driver", b"store_driver", "takeover", b"takeover", "wait_when_busy", b"wait_when_busy"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attach_timeout_s", b"attach_timeout_s", "begin_timeout_s", b"begin_timeout_s", "commit_timeout_s", b"commit_timeout_s", "posthumous_timeout_s", b"posthumous_timeout_s", "read_only", b"read_only", "restore_timeout_s", b"restore_timeout_s", "retention", b"retention", "slots", b"slots", "store_driver", b"store_driver", "takeover", b"takeover", "verify_replicas", b"verify_replicas", "wait_when_busy", b"wait_when_busy"]) -> None: ...
 
 global___RunOptions = RunOptions
 
@@ -278,7 +282,7 @@ class AttachRequest(google.protobuf.message.Message):
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
-    """The user's name of the job."""
+    """The user's name of the job; may be empty as in LeadRequest."""
     run_id: builtins.str
     """As rank 0 made it."""
     rank: builtins.int
@@ -546,6 +550,7 @@ class BeginReply(google.protobuf.message.Message):
     TAIL_OFFSET_FIELD_NUMBER: builtins.int
     TAIL_CAPACITY_FIELD_NUMBER: builtins.int
     TIMELINE_FIELD_NUMBER: builtins.int
+    LEAVE_UNCOMPARED_FIELD_NUMBER: builtins.int
     go: builtins.bool
     """False: skipped on all ranks alike, and why."""
     plan_digest: builtins.bytes
@@ -564,6 +569,8 @@ class BeginReply(google.protobuf.message.Message):
     """See tail_offset."""
     timeline: builtins.str
     """Timeline the step belongs to."""
+    leave_uncompared: builtins.bool
+    """Rows that other ranks write need no fingerprints in this step; false: they do."""
     @property
     def skipped(self) -> ckptd.protos.error_pb2.Error:
         """Why not (BUSY); absent on go."""
@@ -581,9 +588,10 @@ class BeginReply(google.protobuf.message.Message):
         tail_offset: builtins.int = ...,
         tail_capacity: builtins.int = ...,
         timeline: builtins.str = ...,
+        leave_uncompared: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["skipped", b"skipped"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data_bytes", b"data_bytes", "data_offset", b"data_offset", "go", b"go", "path", b"path", "plan_digest", b"plan_digest", "skipped", b"skipped", "slot", b"slot", "tail_capacity", b"tail_capacity", "tail_offset", b"tail_offset", "timeline", b"timeline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_bytes", b"data_bytes", "data_offset", b"data_offset", "go", b"go", "leave_uncompared", b"leave_uncompared", "path", b"path", "plan_digest", b"plan_digest", "skipped", b"skipped", "slot", b"slot", "tail_capacity", b"tail_capacity", "tail_offset", b"tail_offset", "timeline", b"timeline"]) -> None: ...
 
 global___BeginReply = BeginReply
 
@@ -780,11 +788,39 @@ class RestoreRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    class _Detail:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _DetailEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[RestoreRequest._Detail.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        ROWS: RestoreRequest._Detail.ValueType  # 0
+        """What the rank needs to restore, see StoredPart."""
+        BOXES: RestoreRequest._Detail.ValueType  # 1
+        """As of another mesh, but global tensors as the boxes that were written, see StoredPart.row_offsets: for a reader that
+        takes them in the order they are stored in, so that each chunk is read once.
+        """
+        NOTHING: RestoreRequest._Detail.ValueType  # 2
+        """Found alone: the rank knows the step."""
+
+    class Detail(_Detail, metaclass=_DetailEnumTypeWrapper):
+        """How much of the step the answer tells."""
+
+    ROWS: RestoreRequest.Detail.ValueType  # 0
+    """What the rank needs to restore, see StoredPart."""
+    BOXES: RestoreRequest.Detail.ValueType  # 1
+    """As of another mesh, but global tensors as the boxes that were written, see StoredPart.row_offsets: for a reader that
+    takes them in the order they are stored in, so that each chunk is read once.
+    """
+    NOTHING: RestoreRequest.Detail.ValueType  # 2
+    """Found alone: the rank knows the step."""
+
     SESSION_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     RAISE_ON_CORRUPT_FIELD_NUMBER: builtins.int
     TIMEOUT_S_FIELD_NUMBER: builtins.int
     ROLLBACK_FIELD_NUMBER: builtins.int
+    DETAIL_FIELD_NUMBER: builtins.int
     session: builtins.str
     """As Attach gave it."""
     step: builtins.int
@@ -795,6 +831,8 @@ class RestoreRequest(google.protobuf.message.Message):
     """Seconds the caller waits; the smaller of it and restore_timeout_s counts."""
     rollback: builtins.bool
     """The step asked for is older than the newest, and everything newer may be dropped from history."""
+    detail: global___RestoreRequest.Detail.ValueType
+    """See Detail. BOXES needs a mesh that did not save the step."""
     def __init__(
         self,
         *,
@@ -803,9 +841,10 @@ class RestoreRequest(google.protobuf.message.Message):
         raise_on_corrupt: builtins.bool = ...,
         timeout_s: builtins.float = ...,
         rollback: builtins.bool = ...,
+        detail: global___RestoreRequest.Detail.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_step", b"_step", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_step", b"_step", "raise_on_corrupt", b"raise_on_corrupt", "rollback", b"rollback", "session", b"session", "step", b"step", "timeout_s", b"timeout_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_step", b"_step", "detail", b"detail", "raise_on_corrupt", b"raise_on_corrupt", "rollback", b"rollback", "session", b"session", "step", b"step", "timeout_s", b"timeout_s"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
 global___RestoreRequest = RestoreRequest
@@ -949,6 +988,7 @@ class StoredPart(google.protobuf.message.Message):
     ALIASES_FIELD_NUMBER: builtins.int
     ROW_RANKS_FIELD_NUMBER: builtins.int
     RANK_OBJECTS_FIELD_NUMBER: builtins.int
+    ROW_OFFSETS_FIELD_NUMBER: builtins.int
     @property
     def found(self) -> global___StoredPart.Found:
         """Set in the first part only."""
@@ -967,11 +1007,17 @@ class StoredPart(google.protobuf.message.Message):
 
     @property
     def row_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Another mesh only, row of rows: the stored rank whose own it is; 0 and meaningless for scope GLOBAL."""
+        """Another mesh only, row of rows: the stored rank whose own it is; 0 and meaningless for scope GLOBAL.
+        Detail BOXES: for scope GLOBAL the rank that wrote the box.
+        """
 
     @property
     def rank_objects(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StoredPart.RankObjects]:
         """Another mesh only: every stored rank once, over all parts."""
+
+    @property
+    def row_offsets(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Detail BOXES only, row of rows: where the box begins in the stream of its rank, in bytes. Rows come rank by rank."""
 
     def __init__(
         self,
@@ -982,9 +1028,10 @@ class StoredPart(google.protobuf.message.Message):
         aliases: ckptd.protos.snapshot_pb2.AliasTable | None = ...,
         row_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         rank_objects: collections.abc.Iterable[global___StoredPart.RankObjects] | None = ...,
+        row_offsets: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "object_names", b"object_names", "rank_objects", b"rank_objects", "row_ranks", b"row_ranks", "rows", b"rows"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "found", b"found", "object_names", b"object_names", "rank_objects", b"rank_objects", "row_offsets", b"row_offsets", "row_ranks", b"row_ranks", "rows", b"rows"]) -> None: ...
 
 global___StoredPart = StoredPart
 
@@ -1001,6 +1048,7 @@ class WantPart(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     ROW_RANKS_FIELD_NUMBER: builtins.int
     OBJECT_RANKS_FIELD_NUMBER: builtins.int
+    TERMS_FIELD_NUMBER: builtins.int
     session: builtins.str
     """First part only."""
     attempt: builtins.int
@@ -1025,6 +1073,10 @@ class WantPart(google.protobuf.message.Message):
     def object_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Row of object_names: stored rank whose object it is; empty: this rank's coordinate."""
 
+    @property
+    def terms(self) -> global___WantTerms:
+        """First part only; absent: nothing is compared, on any rank."""
+
     def __init__(
         self,
         *,
@@ -1035,11 +1087,54 @@ class WantPart(google.protobuf.message.Message):
         refused: ckptd.protos.error_pb2.Error | None = ...,
         row_ranks: collections.abc.Iterable[builtins.int] | None = ...,
         object_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        terms: global___WantTerms | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["refused", b"refused", "rows", b"rows"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "object_names", b"object_names", "object_ranks", b"object_ranks", "refused", b"refused", "row_ranks", b"row_ranks", "rows", b"rows", "session", b"session"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["refused", b"refused", "rows", b"rows", "terms", b"terms"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "object_names", b"object_names", "object_ranks", b"object_ranks", "refused", b"refused", "row_ranks", b"row_ranks", "rows", b"rows", "session", b"session", "terms", b"terms"]) -> None: ...
 
 global___WantPart = WantPart
+
+@typing.final
+class WantTerms(google.protobuf.message.Message):
+    """What a rank's wish must be put beside the other ranks' for: what cannot be seen on one rank alone. Compared before the start
+    record is written.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHOICE_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
+    UNUSED_FIELD_NUMBER: builtins.int
+    MATCHED_FIELD_NUMBER: builtins.int
+    UNMATCHED_FIELD_NUMBER: builtins.int
+    choice: builtins.bytes
+    """Another mesh only: SHA-256 of the caller's choice, and of every stored name with its name here. Equal on all ranks."""
+    strict: builtins.bool
+    """Whether a stored name that was chosen and that no rank asks for fails the restore."""
+    unused: builtins.bytes
+    """Another mesh only: a bit for each stored name in sorted order, the highest of a byte first: it was chosen, and this rank does
+    not ask for it.
+    """
+    @property
+    def matched(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Texts of the choice that something here or stored fits."""
+
+    @property
+    def unmatched(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.error_pb2.Error]:
+        """Texts that nothing fits, as `object` of the error that counts where nothing fits on any rank."""
+
+    def __init__(
+        self,
+        *,
+        choice: builtins.bytes = ...,
+        strict: builtins.bool = ...,
+        unused: builtins.bytes = ...,
+        matched: collections.abc.Iterable[builtins.str] | None = ...,
+        unmatched: collections.abc.Iterable[ckptd.protos.error_pb2.Error] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "matched", b"matched", "strict", b"strict", "unmatched", b"unmatched", "unused", b"unused"]) -> None: ...
+
+global___WantTerms = WantTerms
 
 @typing.final
 class FetchedPart(google.protobuf.message.Message):
@@ -1076,8 +1171,13 @@ class FetchedPart(google.protobuf.message.Message):
     OBJECT_OFFSET_FIELD_NUMBER: builtins.int
     OBJECT_BYTES_FIELD_NUMBER: builtins.int
     BYTES_BY_TIER_FIELD_NUMBER: builtins.int
+    UNUSED_FIELD_NUMBER: builtins.int
     superseded: builtins.bool
     """The step was left for another one."""
+    unused: builtins.bytes
+    """First part only: bits as in WantTerms.unused, of all ranks together. Absent: an agent or a client of an older version took part,
+    and nothing was compared.
+    """
     @property
     def files(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """File table of this part: paths to map, where shared memory is used."""
@@ -1142,8 +1242,11 @@ class FetchedPart(google.protobuf.message.Message):
         object_offset: collections.abc.Iterable[builtins.int] | None = ...,
         object_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         bytes_by_tier: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        unused: builtins.bytes | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_by_tier", b"bytes_by_tier", "file", b"file", "file_offset", b"file_offset", "files", b"files", "nbytes", b"nbytes", "object", b"object", "object_bytes", b"object_bytes", "object_file", b"object_file", "object_offset", b"object_offset", "source_length", b"source_length", "source_offset", b"source_offset", "superseded", b"superseded", "want_row", b"want_row"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_unused", b"_unused", "unused", b"unused"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_unused", b"_unused", "bytes_by_tier", b"bytes_by_tier", "file", b"file", "file_offset", b"file_offset", "files", b"files", "nbytes", b"nbytes", "object", b"object", "object_bytes", b"object_bytes", "object_file", b"object_file", "object_offset", b"object_offset", "source_length", b"source_length", "source_offset", b"source_offset", "superseded", b"superseded", "unused", b"unused", "want_row", b"want_row"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_unused", b"_unused"]) -> typing.Literal["unused"] | None: ...
 
 global___FetchedPart = FetchedPart
 

@@ -160,7 +160,7 @@ class NodeMessage(google.protobuf.message.Message):
 
         @property
         def options(self) -> ckptd.protos.agent_pb2.RunOptions:
-            """As the rank gave them. Those of LeadRequest count."""
+            """As the rank gave them. Those of LeadRequest count; another verify_replicas is refused (RANKS_DISAGREE)."""
 
         def __init__(
             self,
@@ -342,6 +342,33 @@ class NodeMessage(google.protobuf.message.Message):
         def WhichOneof(self, oneof_group: typing.Literal["_step", b"_step"]) -> typing.Literal["step"] | None: ...
 
     @typing.final
+    class RestoreWanted(google.protobuf.message.Message):
+        """A rank has said what it wants. Said before its RestoreReady, and again after a reconnect."""
+
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        RANK_FIELD_NUMBER: builtins.int
+        ATTEMPT_FIELD_NUMBER: builtins.int
+        TERMS_FIELD_NUMBER: builtins.int
+        rank: builtins.int
+        """Global rank."""
+        attempt: builtins.int
+        """As RestoreChosen numbered it."""
+        @property
+        def terms(self) -> ckptd.protos.agent_pb2.WantTerms:
+            """As the rank gave them; absent: it gave none."""
+
+        def __init__(
+            self,
+            *,
+            rank: builtins.int = ...,
+            attempt: builtins.int = ...,
+            terms: ckptd.protos.agent_pb2.WantTerms | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["terms", b"terms"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "rank", b"rank", "terms", b"terms"]) -> None: ...
+
+    @typing.final
     class RestoreReady(google.protobuf.message.Message):
         """All bytes this rank wants are found and verified."""
 
@@ -426,6 +453,7 @@ class NodeMessage(google.protobuf.message.Message):
     RESTORE_READY_FIELD_NUMBER: builtins.int
     RESTORE_FAILED_FIELD_NUMBER: builtins.int
     RESTORE_DONE_FIELD_NUMBER: builtins.int
+    RESTORE_WANTED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___NodeMessage.NodeHello:
         """First message of every session."""
@@ -470,6 +498,10 @@ class NodeMessage(google.protobuf.message.Message):
     def restore_done(self) -> global___NodeMessage.RestoreDone:
         """A rank has copied."""
 
+    @property
+    def restore_wanted(self) -> global___NodeMessage.RestoreWanted:
+        """A rank wants."""
+
     def __init__(
         self,
         *,
@@ -484,10 +516,11 @@ class NodeMessage(google.protobuf.message.Message):
         restore_ready: global___NodeMessage.RestoreReady | None = ...,
         restore_failed: global___NodeMessage.RestoreFailed | None = ...,
         restore_done: global___NodeMessage.RestoreDone | None = ...,
+        restore_wanted: global___NodeMessage.RestoreWanted | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attached", b"attached", "begin", b"begin", "failed", b"failed", "gone", b"gone", "hello", b"hello", "kind", b"kind", "restore", b"restore", "restore_done", b"restore_done", "restore_failed", b"restore_failed", "restore_ready", b"restore_ready", "sealed", b"sealed", "staged", b"staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attached", b"attached", "begin", b"begin", "failed", b"failed", "gone", b"gone", "hello", b"hello", "kind", b"kind", "restore", b"restore", "restore_done", b"restore_done", "restore_failed", b"restore_failed", "restore_ready", b"restore_ready", "sealed", b"sealed", "staged", b"staged"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "attached", "gone", "begin", "staged", "sealed", "failed", "restore", "restore_ready", "restore_failed", "restore_done"] | None: ...
+    def HasField(self, field_name: typing.Literal["attached", b"attached", "begin", b"begin", "failed", b"failed", "gone", b"gone", "hello", b"hello", "kind", b"kind", "restore", b"restore", "restore_done", b"restore_done", "restore_failed", b"restore_failed", "restore_ready", b"restore_ready", "restore_wanted", b"restore_wanted", "sealed", b"sealed", "staged", b"staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attached", b"attached", "begin", b"begin", "failed", b"failed", "gone", b"gone", "hello", b"hello", "kind", b"kind", "restore", b"restore", "restore_done", b"restore_done", "restore_failed", b"restore_failed", "restore_ready", b"restore_ready", "restore_wanted", b"restore_wanted", "sealed", b"sealed", "staged", b"staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "attached", "gone", "begin", "staged", "sealed", "failed", "restore", "restore_ready", "restore_failed", "restore_done", "restore_wanted"] | None: ...
 
 global___NodeMessage = NodeMessage
 
@@ -546,6 +579,7 @@ class CoordinatorMessage(google.protobuf.message.Message):
         PLAN_DIGEST_FIELD_NUMBER: builtins.int
         BASE_FIELD_NUMBER: builtins.int
         BASE_INDEXES_FIELD_NUMBER: builtins.int
+        COMPARED_IN_FIELD_NUMBER: builtins.int
         step: builtins.int
         """Number of the step."""
         timeline: builtins.str
@@ -566,6 +600,10 @@ class CoordinatorMessage(google.protobuf.message.Message):
         def base_indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.IndexRef]:
             """Every node's index of `base`."""
 
+        @property
+        def compared_in(self) -> ckptd.protos.snapshot_pb2.StepRef:
+            """On go: replicas need not be compared, because they were in this step. Absent: they must be."""
+
         def __init__(
             self,
             *,
@@ -576,9 +614,10 @@ class CoordinatorMessage(google.protobuf.message.Message):
             plan_digest: builtins.bytes = ...,
             base: ckptd.protos.snapshot_pb2.StepRef | None = ...,
             base_indexes: collections.abc.Iterable[ckptd.protos.snapshot_pb2.IndexRef] | None = ...,
+            compared_in: ckptd.protos.snapshot_pb2.StepRef | None = ...,
         ) -> None: ...
-        def HasField(self, field_name: typing.Literal["base", b"base", "error", b"error"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "error", b"error", "go", b"go", "plan_digest", b"plan_digest", "step", b"step", "timeline", b"timeline"]) -> None: ...
+        def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "error", b"error"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "error", b"error", "go", b"go", "plan_digest", b"plan_digest", "step", b"step", "timeline", b"timeline"]) -> None: ...
 
     @typing.final
     class AllStaged(google.protobuf.message.Message):
@@ -695,14 +734,20 @@ class CoordinatorMessage(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         ATTEMPT_FIELD_NUMBER: builtins.int
+        UNUSED_FIELD_NUMBER: builtins.int
         attempt: builtins.int
         """As RestoreChosen numbered it."""
+        unused: builtins.bytes
+        """Bits as in WantTerms.unused, of all ranks together; absent: nothing was compared."""
         def __init__(
             self,
             *,
             attempt: builtins.int = ...,
+            unused: builtins.bytes | None = ...,
         ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["attempt", b"attempt"]) -> None: ...
+        def HasField(self, field_name: typing.Literal["_unused", b"_unused", "unused", b"unused"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["_unused", b"_unused", "attempt", b"attempt", "unused", b"unused"]) -> None: ...
+        def WhichOneof(self, oneof_group: typing.Literal["_unused", b"_unused"]) -> typing.Literal["unused"] | None: ...
 
     @typing.final
     class RestoreError(google.protobuf.message.Message):
@@ -712,8 +757,11 @@ class CoordinatorMessage(google.protobuf.message.Message):
 
         ATTEMPT_FIELD_NUMBER: builtins.int
         ERROR_FIELD_NUMBER: builtins.int
+        UNUSED_FIELD_NUMBER: builtins.int
         attempt: builtins.int
         """As RestoreChosen numbered it."""
+        unused: builtins.bytes
+        """Set when names that no rank asks for are the error: bits as in WantTerms.unused. Agents know the names, and add them."""
         @property
         def error(self) -> ckptd.protos.error_pb2.Error:
             """The same for all ranks."""
@@ -723,9 +771,10 @@ class CoordinatorMessage(google.protobuf.message.Message):
             *,
             attempt: builtins.int = ...,
             error: ckptd.protos.error_pb2.Error | None = ...,
+            unused: builtins.bytes = ...,
         ) -> None: ...
         def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error"]) -> None: ...
+        def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error", "unused", b"unused"]) -> None: ...
 
     WELCOME_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int

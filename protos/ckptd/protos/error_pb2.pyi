@@ -42,7 +42,7 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     REASON_INVALID_STEP: _Reason.ValueType  # 5
     """The step number was already used in this timeline, or is out of range."""
     REASON_RANKS_DISAGREE: _Reason.ValueType  # 6
-    """Ranks disagree: about the step, the arguments of a restore, the world or the mesh."""
+    """Ranks disagree: about the step, the arguments of a restore, the world, the mesh, or when replicas are compared."""
     REASON_LAYOUT_MISMATCH: _Reason.ValueType  # 7
     """Names, shapes, dtypes or boxes do not fit: between ranks, or between a snapshot and its target."""
     REASON_VERSION_MISMATCH: _Reason.ValueType  # 8
@@ -79,6 +79,8 @@ class _ReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     """Skipped: every slot still holds a step that is being uploaded."""
     REASON_ABORTED: _Reason.ValueType  # 31
     """The coordinator gave the step up (restart inside the job; the step was not whole)."""
+    REASON_NOT_COMPARED: _Reason.ValueType  # 32
+    """Replicas were not compared in a step in which they had to be."""
     REASON_FENCED: _Reason.ValueType  # 40
     """-- This process is a zombie: it must exit and not be restarted. --
     A newer timeline has taken the job over.
@@ -112,7 +114,7 @@ REASON_JOB_ALIVE: Reason.ValueType  # 4
 REASON_INVALID_STEP: Reason.ValueType  # 5
 """The step number was already used in this timeline, or is out of range."""
 REASON_RANKS_DISAGREE: Reason.ValueType  # 6
-"""Ranks disagree: about the step, the arguments of a restore, the world or the mesh."""
+"""Ranks disagree: about the step, the arguments of a restore, the world, the mesh, or when replicas are compared."""
 REASON_LAYOUT_MISMATCH: Reason.ValueType  # 7
 """Names, shapes, dtypes or boxes do not fit: between ranks, or between a snapshot and its target."""
 REASON_VERSION_MISMATCH: Reason.ValueType  # 8
@@ -149,6 +151,8 @@ REASON_BUSY: Reason.ValueType  # 30
 """Skipped: every slot still holds a step that is being uploaded."""
 REASON_ABORTED: Reason.ValueType  # 31
 """The coordinator gave the step up (restart inside the job; the step was not whole)."""
+REASON_NOT_COMPARED: Reason.ValueType  # 32
+"""Replicas were not compared in a step in which they had to be."""
 REASON_FENCED: Reason.ValueType  # 40
 """-- This process is a zombie: it must exit and not be restarted. --
 A newer timeline has taken the job over.

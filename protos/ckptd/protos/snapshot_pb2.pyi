@@ -361,6 +361,8 @@ class Committed(google.protobuf.message.Message):
     POSTHUMOUS_FIELD_NUMBER: builtins.int
     CREATED_AT_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
+    COMPARED_IN_FIELD_NUMBER: builtins.int
+    PLAN_DIGEST_FIELD_NUMBER: builtins.int
     world: builtins.int
     """Ranks that saved it."""
     state_digest: builtins.str
@@ -369,6 +371,8 @@ class Committed(google.protobuf.message.Message):
     """True when the commit was made by a resolver after the run had ended."""
     created_at: builtins.str
     """Information only: RFC 3339, UTC."""
+    plan_digest: builtins.str
+    """BLAKE3 (lowercase hex) of the plan it was saved with; empty in records of older programs."""
     @property
     def indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___IndexRef]:
         """One per node of the claim."""
@@ -397,6 +401,10 @@ class Committed(google.protobuf.message.Message):
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Information only, e.g. {"ckptd": "0.1.0", "torch": "2.13.0"}."""
 
+    @property
+    def compared_in(self) -> global___StepRef:
+        """The last step of this timeline whose replicas were compared, with the same plan; absent: they were in this step."""
+
     def __init__(
         self,
         *,
@@ -411,9 +419,11 @@ class Committed(google.protobuf.message.Message):
         posthumous: builtins.bool = ...,
         created_at: builtins.str = ...,
         versions: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        compared_in: global___StepRef | None = ...,
+        plan_digest: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["base", b"base", "mesh", b"mesh", "totals", b"totals"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "created_at", b"created_at", "indexes", b"indexes", "mesh", b"mesh", "metrics", b"metrics", "posthumous", b"posthumous", "state_digest", b"state_digest", "tags", b"tags", "totals", b"totals", "versions", b"versions", "world", b"world"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "mesh", b"mesh", "totals", b"totals"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "created_at", b"created_at", "indexes", b"indexes", "mesh", b"mesh", "metrics", b"metrics", "plan_digest", b"plan_digest", "posthumous", b"posthumous", "state_digest", b"state_digest", "tags", b"tags", "totals", b"totals", "versions", b"versions", "world", b"world"]) -> None: ...
 
 global___Committed = Committed
 
@@ -763,14 +773,19 @@ class RankSection(google.protobuf.message.Message):
     SOURCES_FIELD_NUMBER: builtins.int
     CHUNK_ENCODING_FIELD_NUMBER: builtins.int
     CHUNK_PLAIN_LENGTH_FIELD_NUMBER: builtins.int
+    UNCOMPARED_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Global rank."""
     fingerprints: builtins.bytes
-    """Row of shards: xxh3-128 over the box's plain bytes, 16 bytes each (big-endian canonical form), concatenated."""
+    """Row of shards: xxh3-128 over the box's plain bytes, 16 bytes each (big-endian canonical form), concatenated. See `uncompared`."""
     object_fingerprints: builtins.bytes
     """Row of objects: xxh3-128 over its bytes, 16 bytes each, concatenated."""
     chunk_digests: builtins.bytes
     """Chunks of the stream in order. BLAKE3 over the stored bytes, 32 bytes each, concatenated."""
+    uncompared: builtins.bool
+    """The fingerprints of rows that another rank writes were left out on purpose, and are zeros. Only where the header has
+    `compared_in` and requires the feature "uncompared-replicas".
+    """
     @property
     def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The rank's coordinate on the mesh of the header, one entry per axis."""
@@ -843,9 +858,10 @@ class RankSection(google.protobuf.message.Message):
         sources: collections.abc.Iterable[builtins.str] | None = ...,
         chunk_encoding: collections.abc.Iterable[builtins.int] | None = ...,
         chunk_plain_length: collections.abc.Iterable[builtins.int] | None = ...,
+        uncompared: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["aliases", b"aliases", "shards", b"shards"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "chunk_digests", b"chunk_digests", "chunk_encoding", b"chunk_encoding", "chunk_length", b"chunk_length", "chunk_plain_length", b"chunk_plain_length", "chunk_source", b"chunk_source", "coordinate", b"coordinate", "fingerprints", b"fingerprints", "object_fingerprints", b"object_fingerprints", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "rank", b"rank", "shards", b"shards", "sources", b"sources", "stream_offset", b"stream_offset", "writer", b"writer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "chunk_digests", b"chunk_digests", "chunk_encoding", b"chunk_encoding", "chunk_length", b"chunk_length", "chunk_plain_length", b"chunk_plain_length", "chunk_source", b"chunk_source", "coordinate", b"coordinate", "fingerprints", b"fingerprints", "object_fingerprints", b"object_fingerprints", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "rank", b"rank", "shards", b"shards", "sources", b"sources", "stream_offset", b"stream_offset", "uncompared", b"uncompared", "writer", b"writer"]) -> None: ...
 
 global___RankSection = RankSection
 
@@ -882,7 +898,7 @@ global___SectionEntry = SectionEntry
 @typing.final
 class IndexHeader(google.protobuf.message.Message):
     """Header of index/<12-digit step>.<timeline>/<node>.<digest>.pb. The file is: 8 bytes "CKPTDIX1", u64 little-endian length
-    of this header, this header, then the RankSections. It is deterministic in (slots, layout, base): no time, no host, no pid.
+    of this header, this header, then the RankSections. It is deterministic in (slots, layout, base, compared_in): no time, no host, no pid.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -952,6 +968,7 @@ class IndexHeader(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
+    COMPARED_IN_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     """As in Job."""
     step: builtins.int
@@ -1002,6 +1019,12 @@ class IndexHeader(google.protobuf.message.Message):
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Information only, of the trainer: {"ckptd": …, "torch": …}."""
 
+    @property
+    def compared_in(self) -> global___StepRef:
+        """The coordinator's word that replicas need not be compared in this step: the step they were last compared in, as the record
+        will say. Absent: every replica must be compared.
+        """
+
     def __init__(
         self,
         *,
@@ -1022,9 +1045,10 @@ class IndexHeader(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         tags: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         versions: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        compared_in: global___StepRef | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["base", b"base", "mesh", b"mesh"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "digest_algorithm", b"digest_algorithm", "encodings", b"encodings", "fingerprint_algorithm", b"fingerprint_algorithm", "format_version", b"format_version", "mesh", b"mesh", "metrics", b"metrics", "new_bytes", b"new_bytes", "node", b"node", "plan_digest", b"plan_digest", "required_features", b"required_features", "sections", b"sections", "step", b"step", "tags", b"tags", "timeline", b"timeline", "versions", b"versions", "world", b"world"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "mesh", b"mesh"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "digest_algorithm", b"digest_algorithm", "encodings", b"encodings", "fingerprint_algorithm", b"fingerprint_algorithm", "format_version", b"format_version", "mesh", b"mesh", "metrics", b"metrics", "new_bytes", b"new_bytes", "node", b"node", "plan_digest", b"plan_digest", "required_features", b"required_features", "sections", b"sections", "step", b"step", "tags", b"tags", "timeline", b"timeline", "versions", b"versions", "world", b"world"]) -> None: ...
 
 global___IndexHeader = IndexHeader
 
@@ -1355,8 +1379,11 @@ class SlotTrailer(google.protobuf.message.Message):
     METRICS_FIELD_NUMBER: builtins.int
     TAGS_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
+    UNCOMPARED_FIELD_NUMBER: builtins.int
     replica_fingerprints: builtins.bytes
     """Their xxh3-128 (16 bytes each), computed by the trainer at the same cut."""
+    uncompared: builtins.bool
+    """No fingerprints of replicas, because the answer to Begin said so; the columns above are empty then."""
     @property
     def object_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the objects, in the order they stand in."""
@@ -1396,8 +1423,9 @@ class SlotTrailer(google.protobuf.message.Message):
         metrics: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
         tags: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         versions: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        uncompared: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "replica_fingerprints", b"replica_fingerprints", "replica_row", b"replica_row", "tags", b"tags", "versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "replica_fingerprints", b"replica_fingerprints", "replica_row", b"replica_row", "tags", b"tags", "uncompared", b"uncompared", "versions", b"versions"]) -> None: ...
 
 global___SlotTrailer = SlotTrailer
 
@@ -1472,6 +1500,7 @@ class HeldSnapshot(google.protobuf.message.Message):
     JOB_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     STORE_DRIVER_FIELD_NUMBER: builtins.int
+    COMPARED_IN_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step."""
     timeline: builtins.str
@@ -1504,6 +1533,10 @@ class HeldSnapshot(google.protobuf.message.Message):
     def base_indexes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___IndexRef]:
         """Every node's index of the base."""
 
+    @property
+    def compared_in(self) -> global___StepRef:
+        """As BeginDecision gave it: replicas need not be compared. Absent: they must be."""
+
     def __init__(
         self,
         *,
@@ -1519,8 +1552,9 @@ class HeldSnapshot(google.protobuf.message.Message):
         job: builtins.str = ...,
         run_id: builtins.str = ...,
         store_driver: builtins.str = ...,
+        compared_in: global___StepRef | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["base", b"base", "mesh", b"mesh"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "job", b"job", "mesh", b"mesh", "plan_digest", b"plan_digest", "ranks", b"ranks", "root", b"root", "run_id", b"run_id", "step", b"step", "store_driver", b"store_driver", "timeline", b"timeline", "world", b"world"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "mesh", b"mesh"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "job", b"job", "mesh", b"mesh", "plan_digest", b"plan_digest", "ranks", b"ranks", "root", b"root", "run_id", b"run_id", "step", b"step", "store_driver", b"store_driver", "timeline", b"timeline", "world", b"world"]) -> None: ...
 
 global___HeldSnapshot = HeldSnapshot

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points, version
+from typing import Protocol, runtime_checkable
 
 import typer
 import typer.main
@@ -20,11 +21,20 @@ import typer.main
 from ckptd.daemon.cli.exit_codes import ExitCode, code_of
 from ckptd.daemon.cli.summaries import summary
 from ckptd.daemon.errors import DaemonError
+from ckptd.protos.error_pb2 import Error
 from ckptd.storage_backends.errors import StorageError
 
 GROUP = "ckptd.commands"
 # Typer brings its own copy of click since 0.20; this is the usage error of whichever copy it uses.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+@runtime_checkable
+class _OnTheWire(Protocol):
+    """An error of a package that is not known here, of the client say, which has the form of this project's errors."""
+
+    def to_wire(self) -> Error:
+        """Return reason, message, hint and the rest."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,6 +77,9 @@ def _run(verb: str, point: EntryPoint, arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.GOOD
     except Exception as error:
+        if isinstance(error, _OnTheWire):
+            told = DaemonError(error.to_wire())
+            return _fail(name, str(told), code_of(told))
         traceback.print_exc()
         return _fail(name, f"unexpected {type(error).__name__}: {error}", ExitCode.UNEXPECTED)
     return result if isinstance(result, int) else ExitCode.GOOD

@@ -142,6 +142,11 @@ def _as_lines(catalog: Catalog, step: CatalogStep, commit: Committed | None) -> 
         ("content", f"{totals.tensors} tensors, {totals.objects} objects, {totals.chunks} chunks"),
         ("state digest", commit.state_digest),
     ]
+    if commit.HasField("compared_in"):
+        compared = f"not compared in this step; last in step {commit.compared_in.step} of {commit.compared_in.timeline}"
+    else:
+        compared = "compared in this step"
+    lines.append(("replicas", compared))
     if commit.HasField("base"):
         lines.append(("base", f"step {commit.base.step} of {commit.base.timeline}"))
     if commit.posthumous:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 
+from ckptd.daemon.comparisons import parse_policy
 from ckptd.daemon.coordinator import restoring, saving, starting
+from ckptd.daemon.coordinator.comparing import Schedule
 from ckptd.daemon.coordinator.effects import (
     Close,
     Do,
@@ -62,6 +64,7 @@ class Coordinator:
             stamp=stamp,
             started_at=now,
             versions=versions or {},
+            schedule=Schedule(every=parse_policy(lead.options.verify_replicas)),
             node_grace_s=node_grace_s,
             now=now,
         )
@@ -192,6 +195,8 @@ class Coordinator:
             self._note_held(name, message.failed.timeline, message.failed.step, failed=message.failed.error)
         elif kind == "restore":
             restoring.on_restore(state, message.restore)
+        elif kind == "restore_wanted":
+            restoring.on_wanted(state, message.restore_wanted)
         elif kind == "restore_ready":
             restoring.on_ready(state, message.restore_ready)
         elif kind == "restore_failed":
@@ -260,6 +265,18 @@ class Coordinator:
                 f"rank {said.rank} comes with world {said.world} and mesh {list(said.mesh.axes)} {list(said.mesh.sizes)}, "
                 f"rank 0 with world {state.world} and mesh {list(state.lead.mesh.axes)} {list(state.lead.mesh.sizes)}",
                 rank=said.rank,
+                phase="register",
+            )
+            starting.refuse(state, error)
+            return
+        theirs, ours = (one.verify_replicas or "always" for one in (said.options, state.lead.options))
+        if theirs != ours:
+            error = make_error(
+                error_pb2.REASON_RANKS_DISAGREE,
+                f"rank {said.rank} comes with verify_replicas {theirs!r}, rank 0 with {ours!r}",
+                hint="give every rank the same value, as argument or in CKPTD_VERIFY_REPLICAS on every node",
+                rank=said.rank,
+                ranks=sorted({0, said.rank}),
                 phase="register",
             )
             starting.refuse(state, error)

@@ -1,8 +1,8 @@
 """Restore: one step for all ranks, verified on every node before any target is touched.
 
-Pure. Invariant: the start record is written when every rank's bytes are found and verified, and before any rank is
-told to copy; a step found bad is quarantined and the next older listed one is tried, unless the caller forbade it; when steps
-exist but none is good, the answer is an error, never "nothing there".
+Pure. Invariant: the start record is written when every rank's bytes are found and verified and all their wishes fit
+together (`terms`), and before any rank is told to copy; a step found bad is quarantined and the next older listed one is
+tried, unless the caller forbade it; when steps exist but none is good, the answer is an error, never "nothing there".
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ def on_restore(state: State, call: NodeMessage.Restore) -> None:
     """Note that a rank asks to restore."""
     limit = state.lead.options.restore_timeout_s
     timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
+    state.schedule.reset()
     state.restores[call.rank] = RestoreCall(
         step=call.step if call.HasField("step") else None,
         raise_on_corrupt=call.raise_on_corrupt,
@@ -37,6 +38,18 @@ def restore_is_due(state: State) -> bool:
     if not state.missing(state.restores) or any(not rank.attached for rank in state.ranks.values()):
         return True
     return state.now >= min(call.deadline for call in state.restores.values())
+
+
+def on_wanted(state: State, said: NodeMessage.RestoreWanted) -> None:
+    """A rank has said what it wants: when all have, what is wrong with it is known, long before all bytes are there."""
+    attempt = state.attempt
+    if attempt is None or attempt.number != said.attempt:
+        return
+    attempt.terms.take(said.rank, said.terms if said.HasField("terms") else None)
+    if attempt.failed is None and not state.missing(attempt.terms.said):
+        refusal = attempt.terms.refusal(attempt.step)
+        if refusal is not None:
+            attempt.failed, attempt.unused = refusal
 
 
 def on_ready(state: State, said: NodeMessage.RestoreReady) -> None:
@@ -76,7 +89,8 @@ def restore(state: State) -> Procedure:
                 return
         assert wrong is not None
         if wrong.reason != error_pb2.REASON_CORRUPT or call.raise_on_corrupt or call.step is not None:
-            _fail(state, wrong)
+            attempt = state.attempt
+            _fail(state, wrong, unused=attempt.unused if attempt is not None and attempt.failed is wrong else b"")
             return
         bad.append(Quarantined(step=ref, why=wrong))
         state.log("quarantined", step=ref.step, of=ref.timeline, error=wrong.message)
@@ -108,7 +122,7 @@ def restore(state: State) -> Procedure:
 def _attempt(state: State, ref: StepRef, committed: Committed, bad: list[Quarantined], deadline: float) -> Procedure:
     """Offer a step to all nodes and wait until every rank is ready; the error when it cannot be had."""
     state.attempts += 1
-    attempt = state.attempt = Attempt(number=state.attempts)
+    attempt = state.attempt = Attempt(number=state.attempts, step=ref.step)
     chosen = CoordinatorMessage.RestoreChosen(
         attempt=attempt.number, found=True, step=ref, committed=committed, fell_back_from=bad
     )
@@ -151,7 +165,10 @@ def _finish(state: State, ref: StepRef, *, rollback: bool) -> Procedure:
         if state.has_ended:
             return
     state.log("restore_go", step=ref.step, attempt=attempt.number)
-    state.broadcast(CoordinatorMessage(restore_go=CoordinatorMessage.RestoreGo(attempt=attempt.number)))
+    # A rank whose agent is of an older version is ready without a word of what it wants.
+    unused = attempt.terms.unused() if not state.missing(attempt.terms.said) else None
+    go = CoordinatorMessage.RestoreGo(attempt=attempt.number, unused=unused)
+    state.broadcast(CoordinatorMessage(restore_go=go))
 
 
 def _candidates(state: State, call: RestoreCall) -> tuple[list[StepRef], Error | None]:
@@ -234,8 +251,7 @@ def _refusal(state: State) -> Error | None:
     return None
 
 
-def _fail(state: State, error: Error) -> None:
+def _fail(state: State, error: Error, *, unused: bytes = b"") -> None:
     state.log("restore_failed", error=error.message)
-    state.broadcast(
-        CoordinatorMessage(restore_error=CoordinatorMessage.RestoreError(attempt=state.attempts, error=error))
-    )
+    told = CoordinatorMessage.RestoreError(attempt=state.attempts, error=error, unused=unused)
+    state.broadcast(CoordinatorMessage(restore_error=told))

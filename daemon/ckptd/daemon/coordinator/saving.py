@@ -6,7 +6,10 @@ the timeline is decided; nothing is acknowledged before the claims were looked a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ckptd.daemon import history, index, keys, records
+from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.effects import Compute, GetMany, ListKeys, Procedure, ProcedureStopped, Put, Wait
 from ckptd.daemon.coordinator.state import BeginCall, Phase, RefusedBegin, State, StepRun
 from ckptd.daemon.coverage import NotWhole, Whole, whole
@@ -15,7 +18,7 @@ from ckptd.daemon.plan import plan, plan_digest
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
-from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexRef
+from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexRef, StepRef
 
 DECIDED_KEPT = 64
 """Outcomes that are remembered for a node that was away; its slots hold a few steps at most."""
@@ -102,11 +105,14 @@ def admit(state: State) -> Procedure:
 def _go(state: State, step: int) -> None:
     assert state.plan is not None
     base = state.listed.newest()
+    compared_in = state.schedule.begin(state.plan.digest)
     state.steps[step] = StepRun(
         step=step,
         plan_digest=state.plan.digest,
         base=base,
         begun_at=state.now,
+        round=state.schedule.round,
+        compared_in=None if compared_in is None else StepRef(step=compared_in, timeline=str(state.timeline)),
         deadline=state.now + state.lead.options.commit_timeout_s,
     )
     state.last_begun = step
@@ -116,7 +122,11 @@ def _go(state: State, step: int) -> None:
         known = state.listed.decisions.get((base.timeline, base.step))
         indexes = list(known.indexes) if known is not None else []
     decision = CoordinatorMessage.BeginDecision(
-        step=step, timeline=str(state.timeline), go=True, plan_digest=state.plan.digest
+        step=step,
+        timeline=str(state.timeline),
+        go=True,
+        plan_digest=state.plan.digest,
+        compared_in=state.steps[step].compared_in,
     )
     if base is not None and indexes:
         decision.base.CopyFrom(base)
@@ -124,7 +134,7 @@ def _go(state: State, step: int) -> None:
     else:
         state.steps[step].base = None
     state.begins.clear()
-    state.log("begun", step=step)
+    state.log("begun", step=step, compared=compared_in is None)
     state.steps[step].go = CoordinatorMessage(begin=decision)
     state.broadcast(CoordinatorMessage(begin=decision))
 
@@ -338,6 +348,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX))
     if fenced_by(state, claims):
         return
+    _note_comparison(state, run, made)
     outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=run.step)
     if made is not None:
         state.listed.keeps = history.with_digest(list(record.keeps), key, data)
@@ -356,13 +367,30 @@ def decide(state: State, run: StepRun) -> Procedure:
     state.broadcast(CoordinatorMessage(outcome=outcome))
 
 
+def _note_comparison(state: State, run: StepRun, made: Committed | None) -> None:
+    """Remember what a decision says of the comparison of replicas: it backs later steps, or is owed."""
+    if made is not None:
+        state.comparisons.note_committed(run.step, made)
+        state.schedule.committed(run.step, begun_in=run.round, was_compared=not made.HasField("compared_in"))
+    else:
+        assert run.failed is not None
+        state.comparisons.note_refused(run.step, run.failed)
+        state.schedule.aborted(
+            begun_in=run.round,
+            was_compared=run.compared_in is None,
+            differs=run.failed.reason == error_pb2.REASON_REPLICAS_DIFFER,
+        )
+
+
 def _proved(state: State, run: StepRun) -> Procedure:
     """Read the indexes back and prove the step whole; None, with `run.failed` set, when it is not."""
     assert state.claim is not None
     refs = [run.sealed[node.node] for node in state.claim.nodes]
     try:
         blobs = yield GetMany(keys=tuple(ref.key for ref in refs))
-        verdict = yield Compute(function=judge, arguments=(state.claim, run.step, refs, blobs))
+        # The word this coordinator gave, not what the indexes say of it: None, and all replicas must be there.
+        comparisons = None if run.compared_in is None else replace(state.comparisons)
+        verdict = yield Compute(function=judge, arguments=(state.claim, run.step, refs, blobs, comparisons))
         history.require_base_listed(run.step, verdict.base, state.listed.keeps)
     except DaemonError as refused:
         run.failed = refused.error
@@ -378,14 +406,16 @@ def _proved(state: State, run: StepRun) -> Procedure:
     return None
 
 
-def judge(claim: Claim, step: int, refs: list[IndexRef], blobs: list[bytes | None]) -> Whole:
+def judge(
+    claim: Claim, step: int, refs: list[IndexRef], blobs: list[bytes | None], comparisons: Comparisons | None
+) -> Whole:
     """Parse the nodes' indexes and prove that together they are whole. Pure; runs off the event loop.
 
     Raises:
         DaemonError: an index is damaged, or the step is not whole.
     """
     loaded = {ref.node: [index.load_index(ref, blob)] for ref, blob in zip(refs, blobs, strict=True)}
-    verdict = whole(claim, step, loaded)
+    verdict = whole(claim, step, loaded, comparisons=comparisons)
     if isinstance(verdict, NotWhole):
         raise DaemonError(verdict.error)
     return verdict

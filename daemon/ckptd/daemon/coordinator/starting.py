@@ -8,20 +8,22 @@ more after it.
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 from ckptd.daemon import history, keys, records
+from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.effects import Compute, Get, GetMany, ListKeys, Probe, Procedure, Put, Wait
 from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done
 from ckptd.daemon.coordinator.state import Listed, Phase, State
 from ckptd.daemon.errors import DaemonError, make_error
-from ckptd.daemon.keys import Timeline
+from ckptd.daemon.keys import StepId, Timeline
 from ckptd.daemon.log_view import LogView
 from ckptd.daemon.record_checks import FORMAT_VERSION
 from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.error_pb2 import Error
-from ckptd.protos.snapshot_pb2 import Claim, ClaimNode, Record, StepRef
+from ckptd.protos.snapshot_pb2 import Aborted, Claim, ClaimNode, Record, StepRef
 
 ALIVE_GRACE_S = 10.0
 """How long a start waits for a run that seems alive to die: ranks that torchrun is just ending are alive for a moment."""
@@ -87,6 +89,7 @@ def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) 
         state.listed.decisions[(ref.timeline, ref.step)] = committed
         state.log("adopted", step=ref.step, of=ref.timeline)
     state.adopted = []
+    state.comparisons = Comparisons(timeline=str(state.timeline))
     for node in state.nodes.values():  # whatever is of older timelines is decided now
         node.held = {key: held for key, held in node.held.items() if key[0] == str(state.timeline)}
     state.phase = Phase.RUNNING
@@ -119,7 +122,8 @@ def _job(state: State) -> Procedure:
             yield Put(key=keys.JOB, data=made, label="job")
         data = yield Get(key=keys.JOB)
     job = records.parse_job(data)
-    if job.job != state.lead.job:
+    # A run that only reads may take whatever job the root holds.
+    if job.job != state.lead.job and (state.lead.job or not state.lead.options.read_only):
         return make_error(
             error_pb2.REASON_JOB_MISMATCH,
             f"{state.lead.root} belongs to job {job.job!r}, not to {state.lead.job!r}",
@@ -211,7 +215,7 @@ def _resolve(state: State) -> Procedure:
         if newest is None:
             state.listed, state.adopted = Listed(), []
             return
-        key, record, data = newest
+        key, record, data, aborted = newest
         state.listed = Listed(
             keeps=history.with_digest(list(record.keeps), key, data),
             quarantined=history.quarantined_with_digest(record, key, data),
@@ -232,20 +236,25 @@ def _resolve(state: State) -> Procedure:
         # The coordinator of a living run came back: its ranks have restored, and wait to hear how their saves ended.
         state.start_wanted = claim.run_id == state.lead.run_id
         yield from _posthumous(state, claim, record)
-        again = yield from _adopt(state, claim, record, log)
+        again = yield from _adopt(state, claim, record, log, Comparisons.of_history(record, aborted))
         if not again:
             return
 
 
 def _newest_record(log: LogView, before: Timeline | None) -> Procedure:
-    """Return ((key, record, bytes) | None, vanished). A decision object may be an abort marker: only its content tells."""
+    """Return ((key, record, bytes, abort markers newer than it) | None, vanished).
+
+    A decision object may be an abort marker: only its content tells.
+    """
+    aborted: dict[StepId, Aborted] = {}
     for key in map(str, log.record_keys(before)):
         data = yield Get(key=key)
         if data is None:
             return None, True
         record = records.parse_record(data, key)
         if history.is_record(record):
-            return (key, record, data), False
+            return (key, record, data, aborted), False
+        aborted[StepId(Timeline.parse(record.timeline), record.decision.step)] = record.decision.aborted
     return None, False
 
 
@@ -280,7 +289,7 @@ def _may_become_whole(state: State, claim: Claim, step: int, there: set[tuple[in
     return running
 
 
-def _adopt(state: State, claim: Claim, record: Record, log: LogView) -> Procedure:
+def _adopt(state: State, claim: Claim, record: Record, log: LogView, comparisons: Comparisons) -> Procedure:
     """Adopt whole undecided steps in ascending order; True when something vanished meanwhile: begin again."""
     listing = yield ListKeys(prefix=keys.INDEX_PREFIX)
     # Newer than the newest record, in its own timeline, and no record: these are abort markers.
@@ -292,11 +301,14 @@ def _adopt(state: State, claim: Claim, record: Record, log: LogView) -> Procedur
         if any(blob is None for blob in blobs):
             return True
         listed = [*state.listed.keeps, *(ref for ref, _ in state.adopted)]
-        verdict = yield Compute(function=history.adoption, arguments=(claim, step, refs, blobs, listed, state.stamp()))
+        arguments = (claim, step, refs, blobs, listed, state.stamp(), replace(comparisons))
+        verdict = yield Compute(function=history.adoption, arguments=arguments)
         if isinstance(verdict, Error):
+            comparisons.note_refused(step, verdict)
             state.log("not_adopted", step=step, of=record.timeline, error=verdict.message)
             continue
         assert state.timeline is not None
+        comparisons.note_committed(step, verdict)
         ref = StepRef(step=step, timeline=record.timeline, record_key=keys.start_key(state.timeline))
         state.adopted.append((ref, verdict))
         state.listed.keeps.append(ref)

@@ -9,7 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from ckptd.daemon.comparisons import Comparisons
+from ckptd.daemon.coordinator.comparing import Schedule
 from ckptd.daemon.coordinator.effects import Effect, Log, Send
+from ckptd.daemon.coordinator.terms import Terms
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.plan import Plan
 from ckptd.protos.agent_pb2 import LeadRequest
@@ -85,6 +88,8 @@ class StepRun:
     base: StepRef | None
     begun_at: float
     deadline: float
+    round: int
+    compared_in: StepRef | None
     staged: set[int] = field(default_factory=set)
     sealed: dict[str, IndexRef] = field(default_factory=dict)
     failed: Error | None = None
@@ -97,10 +102,14 @@ class Attempt:
     """One try to restore one step on all ranks."""
 
     number: int
+    step: int
     ready: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     failed: Error | None = None
     failed_done: Error | None = None
+    terms: Terms = field(default_factory=Terms)
+    unused: bytes = b""
+    """Bits of the names that `failed` is about, if it is about names that no rank asks for."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -128,6 +137,8 @@ class State:
     stamp: Callable[[], str]
     started_at: float
     versions: dict[str, str]
+    schedule: Schedule
+    comparisons: Comparisons = field(default_factory=lambda: Comparisons(timeline=""))
     node_grace_s: float = 30.0
     phase: Phase = Phase.GATHERING
     now: float = 0.0
