@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -50,7 +51,15 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 def private_memory() -> set[str]:
     """Return the folders in shared memory that agents of readers have made."""
-    return {path.name for path in Path("/dev/shm").glob("ckptd-private-*")}
+    return {path.name for path in Path("/dev/shm").glob(f"{private_agent._PREFIX}*")}
+
+
+@pytest.fixture
+def own_folders(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Agents of readers in this test have folders with a beginning of their own: other tests run beside it. Returns that."""
+    prefix = f"ckptd-private-{secrets.token_hex(4)}-"
+    monkeypatch.setattr(private_agent, "_PREFIX", prefix)
+    return prefix
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +172,7 @@ def test_what_is_not_there_is_said(two_rank_root: TwoRankRoot, tmp_path: Path) -
         load(two_rank_root.url, "5")  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("own_folders")
 def test_a_step_of_one_process_comes_like_any_other(
     agents: Agents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +183,6 @@ def test_a_step_of_one_process_comes_like_any_other(
         job.wait(job.save(2))
         before = listing(tmp_path)
         mine = {child.pid for child in psutil.Process().children(recursive=True)}
-        memory = private_memory()
         found = load(root, 1, objects=True)
         assert same(found.own["weight"][0].value, state_of(1, 0)["weight"])
         assert found.objects["notes"][0].value == state_of(1, 0)["notes"]
@@ -181,7 +190,7 @@ def test_a_step_of_one_process_comes_like_any_other(
         # Nothing was claimed or left, no process and no memory; and the job goes on as if nothing had been.
         assert listing(tmp_path) == before
         assert {child.pid for child in psutil.Process().children(recursive=True)} == mine
-        assert private_memory() <= memory
+        assert not private_memory()
         job.wait(job.save(3))
         assert job.ranks[0].timeline.startswith("00000001-")
     # Where there is no shared memory, or not enough: in mapped files, and over the socket.
@@ -245,6 +254,7 @@ ORPHAN = """
 import sys
 from ckptd.client import private_agent, open_step
 private_agent.ORPHANED_S = 1
+private_agent._PREFIX = sys.argv[2]
 with open_step(sys.argv[1]) as step:
     print(step._session._agent.pid, step._session._agent.memory, flush=True)
     sys.stdin.read()
@@ -252,10 +262,10 @@ with open_step(sys.argv[1]) as step:
 
 
 def test_the_agent_of_a_reader_that_is_killed_ends_by_itself(
-    two_rank_root: TwoRankRoot, monkeypatch: pytest.MonkeyPatch
+    two_rank_root: TwoRankRoot, own_folders: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the time an orphan gets; what it leaves is removed by the next one, which leaves living ones alone."""
-    command = [sys.executable, "-c", ORPHAN, two_rank_root.url]
+    command = [sys.executable, "-c", ORPHAN, two_rank_root.url, own_folders]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as reader:
         assert reader.stdout is not None
         pid, memory = reader.stdout.readline().split()
@@ -271,15 +281,15 @@ def test_the_agent_of_a_reader_that_is_killed_ends_by_itself(
     assert not Path(memory).exists()
 
 
+@pytest.mark.usefixtures("own_folders")
 def test_an_agent_that_does_not_come_up_is_said_with_its_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of it is left."""
     from ckptd.client import Unavailable  # noqa: PLC0415
 
     monkeypatch.setenv("CKPTD_HASH_THREADS", "none")
-    memory = private_memory()
     with pytest.raises(Unavailable, match=r"ended with exit code 2; its log ends with:\n.*hash_threads"):
         PrivateAgent(room=1, deadline=time.monotonic() + 30)
-    assert private_memory() <= memory
+    assert not private_memory()
 
 
 LARGE, TENSORS, WINDOW = 32 << 20, 4, 8 << 20

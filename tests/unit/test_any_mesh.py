@@ -239,6 +239,15 @@ def test_a_reader_hears_each_box_once_with_its_place() -> None:
     assert told.holders == {"loader": [0, 1]}
 
 
+def test_a_later_rank_adds_the_tensors_that_only_it_holds() -> None:
+    """A stage of a pipeline: its own names follow those known already, and its part of a shared one is told no more."""
+    sections = two_ranks()
+    rows = [row("w", (4,), LocalBox(offset=(2,), length=(2,), local_offset=(0,))), row("b", (3,)), row("a", (5,))]
+    sections[1] = RankSection(rank=1, coordinate=[1], shards=shard_table.build(rows), writer=[1] * 3)
+    told = [each for answer in offer(sections) for each in shard_table.iter_rows(answer.rows)]
+    assert [(each.name, each.length) for each in told] == [("w", (4,)), ("b", (3,)), ("a", (5,)), ("loader/own", (1,))]
+
+
 def test_an_object_is_taken_from_the_rank_that_was_named() -> None:
     """Not from the one at the same number."""
     wanted = WantedByRank()

@@ -31,6 +31,7 @@ values: dict[str, st.SearchStrategy[Any]] = {
     "hash_threads": st.integers(1, 64),
     "put_concurrency": st.integers(0, 256),
     "verify_puts": st.booleans(),
+    "restore_window_bytes": st.integers(128 << 20, 1 << 40),
     "store_deadline_s": st.floats(0.001, 604800),
     "node_grace_s": st.floats(0.001, 604800),
     "reattach_s": st.floats(0.001, 604800),
@@ -99,7 +100,8 @@ def test_every_printed_setting_says_its_origin_and_meaning() -> None:
 @pytest.mark.parametrize("key", sorted(values))
 def test_every_setting_can_be_given_by_its_variable(key: str) -> None:
     """CKPTD_<KEY> sets the key, and its text is taken as the file's value would be."""
-    text = {"roots": "file:///a,s3://b/c", "insecure": "true", "verify_puts": "false", "listen": "::1"}.get(
+    own = {"roots": "file:///a,s3://b/c", "insecure": "true", "verify_puts": "false", "listen": "::1"}
+    text = {**own, "restore_window_bytes": str(1 << 30)}.get(
         key, "5" if AgentConfig.model_fields[key].annotation in {int, float} or key.endswith("_s") else "/x"
     )
     config, origins = load_config({}, environment={f"CKPTD_{key.upper()}": text})

@@ -7,16 +7,17 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckptd.daemon.arena import Arena
 from ckptd.daemon.chunks import stream_layout
 from ckptd.daemon.errors import CorruptError, DaemonError, NoSpaceError
-from ckptd.daemon.fetched import Fetched
+from ckptd.daemon.fetched import Fetched, Needs
 from ckptd.daemon.fetcher import Fetcher
 from ckptd.daemon.hashing import chunk_digest
 from ckptd.daemon.index import ChunkRef
@@ -75,6 +76,14 @@ def stored(store: MemoryStore, stream: bytes) -> list[ChunkRef]:
     return refs
 
 
+def whole(chunks: Mapping[int, Sequence[ChunkRef]]) -> Needs:
+    """Return that these chunks are needed, whole."""
+    refs = {rank: sorted(set(each), key=lambda ref: ref.stream_offset) for rank, each in chunks.items()}
+    found = [(rank, ref.stream_offset, ref.length) for rank, each in refs.items() for ref in each]
+    ranks, offsets, lengths = np.array(found, dtype=np.int64).reshape(-1, 3).T
+    return Needs(refs=refs, ranks=ranks, offsets=offsets, lengths=lengths)
+
+
 def slot_with(shm_dir: Path, data: bytes, objects: bytes = b"") -> SlotFile:
     """Make a staged slot that holds one shard and the objects; `data` must be a multiple of 64."""
     rows = shard_table.build(
@@ -127,7 +136,7 @@ class TestWhatIsHandedOut:
         """Any range of any needed stream is contiguous in a file, and its bytes are those stored."""
         streams = {rank: os.urandom(size) for rank, size in [(0, 3000), (3, 640), (5, 64)]}
         needs = {rank: stored(store, stream) for rank, stream in streams.items()}
-        fetched = fetcher.fetch(needs, {}, arena, deadline=time.monotonic() + DEADLINE_S)
+        fetched = fetcher.fetch(whole(needs), {}, arena, deadline=time.monotonic() + DEADLINE_S)
         for rank, stream in streams.items():
             assert read(fetched, rank, 0, len(stream)) == stream
         assert read(fetched, 0, 600, 1000) == streams[0][600:1600]
@@ -139,7 +148,7 @@ class TestWhatIsHandedOut:
         """Chunks 1, 2 and 4 of a stream give two ranges; what was not needed is not there."""
         stream = os.urandom(6 * CHUNK)
         refs = stored(store, stream)
-        fetched = fetcher.fetch({0: [refs[4], refs[2], refs[1], refs[2]]}, {}, arena)
+        fetched = fetcher.fetch(whole({0: [refs[4], refs[2], refs[1], refs[2]]}), {}, arena)
         assert sorted(store.reads) == sorted(refs[at].key for at in (1, 2, 4))
         assert read(fetched, 0, CHUNK, 2 * CHUNK) == stream[CHUNK : 3 * CHUNK]
         assert read(fetched, 0, 4 * CHUNK, CHUNK) == stream[4 * CHUNK : 5 * CHUNK]
@@ -154,14 +163,14 @@ class TestWhatIsHandedOut:
         same = os.urandom(CHUNK)
         streams = {0: same + os.urandom(CHUNK) + same, 1: same}
         needs = {rank: stored(store, stream) for rank, stream in streams.items()}
-        fetched = fetcher.fetch(needs, {}, arena)
+        fetched = fetcher.fetch(whole(needs), {}, arena)
         assert len(store.reads) == 2
         assert all(read(fetched, rank, 0, len(stream)) == stream for rank, stream in streams.items())
         assert fetched.bytes_by_tier == {"store": 2 * CHUNK, "memory": 2 * CHUNK}
 
     def test_nothing_needed_is_nothing_fetched(self, fetcher: Fetcher, arena: Arena, shm_dir: Path) -> None:
         """A rank that wants nothing costs no read and no memory."""
-        fetched = fetcher.fetch({0: []}, {}, arena)
+        fetched = fetcher.fetch(whole({0: []}), {}, arena)
         assert fetched.bytes_by_tier == {"memory": 0, "store": 0}
         assert list(shm_dir.iterdir()) == []
 
@@ -172,7 +181,7 @@ class TestHeldSlots:
         data, objects = os.urandom(2 * CHUNK), os.urandom(100)
         slot = slot_with(shm_dir, data, objects)
         refs = stored(store, data + objects)
-        fetched = fetcher.fetch({0: refs}, {0: slot}, arena)
+        fetched = fetcher.fetch(whole({0: refs}), {0: slot}, arena)
         assert store.reads == []
         assert fetched.locate(0, 0, 2 * CHUNK)[0] == slot.path
         assert read(fetched, 0, 0, 2 * CHUNK) == data
@@ -187,7 +196,7 @@ class TestHeldSlots:
         slot = slot_with(shm_dir, data)
         refs = stored(store, data)
         slot.data[CHUNK + 3] ^= 1
-        fetched = fetcher.fetch({0: refs}, {0: slot}, arena)
+        fetched = fetcher.fetch(whole({0: refs}), {0: slot}, arena)
         assert read(fetched, 0, 0, len(data)) == data
         assert fetched.bytes_by_tier == {"memory": 0, "store": len(data)}
 
@@ -198,9 +207,9 @@ class TestHeldSlots:
         data = os.urandom(4 * CHUNK)
         slot = slot_with(shm_dir, data[: 2 * CHUNK])
         refs = stored(store, data)
-        assert read(fetcher.fetch({0: refs}, {0: slot}, arena), 0, 0, len(data)) == data
+        assert read(fetcher.fetch(whole({0: refs}), {0: slot}, arena), 0, 0, len(data)) == data
         slot.free()
-        fetched = fetcher.fetch({0: refs[:2]}, {0: slot}, arena)
+        fetched = fetcher.fetch(whole({0: refs[:2]}), {0: slot}, arena)
         assert fetched.bytes_by_tier["memory"] == 0
 
     def test_chunk_in_another_ranks_slot_is_copied_from_there(
@@ -210,7 +219,7 @@ class TestHeldSlots:
         same, other = os.urandom(CHUNK), os.urandom(CHUNK)
         slot = slot_with(shm_dir, same)
         needs = {0: stored(store, same), 1: stored(store, other + same)}
-        fetched = fetcher.fetch(needs, {0: slot}, arena)
+        fetched = fetcher.fetch(whole(needs), {0: slot}, arena)
         assert store.reads == [needs[1][0].key]
         assert read(fetched, 1, 0, 2 * CHUNK) == other + same
         assert fetched.bytes_by_tier == {"memory": 2 * CHUNK, "store": CHUNK}
@@ -224,7 +233,7 @@ class TestDamage:
         bad[7] ^= 4
         store.put(refs[1].key, bad, mode=PutMode.OVERWRITE)
         with pytest.raises(CorruptError) as caught:
-            fetcher.fetch({0: refs}, {}, arena)
+            fetcher.fetch(whole({0: refs}), {}, arena)
         assert caught.value.error.reason == REASON_CORRUPT
         assert caught.value.error.object == refs[1].key
         assert refs[1].digest.hex() in caught.value.error.message
@@ -236,11 +245,11 @@ class TestDamage:
         refs = stored(store, os.urandom(2 * CHUNK))
         store.delete(refs[1].key)
         with pytest.raises(CorruptError, match="nothing found") as caught:
-            fetcher.fetch({0: refs}, {}, arena)
+            fetcher.fetch(whole({0: refs}), {}, arena)
         assert caught.value.error.object == refs[1].key
         store.put(refs[1].key, b"short")
         with pytest.raises(CorruptError, match="5 bytes"):
-            fetcher.fetch({0: refs}, {}, arena)
+            fetcher.fetch(whole({0: refs}), {}, arena)
 
     def test_bit_flipped_on_the_way_is_read_again(self, store: Counting, arena: Arena) -> None:
         """A single bad answer of the network does not condemn a good step."""
@@ -248,7 +257,7 @@ class TestDamage:
         refs = stored(store, stream)
         faulty = FaultyStore(store, Fault(kind=FaultKind.CORRUPTED, op=Op.GET), seed=1)
         fetcher = Fetcher(faulty)
-        assert read(fetcher.fetch({0: refs}, {}, arena), 0, 0, CHUNK) == stream
+        assert read(fetcher.fetch(whole({0: refs}), {}, arena), 0, 0, CHUNK) == stream
         fetcher.close()
         assert len(store.reads) == 2
 
@@ -257,7 +266,7 @@ class TestDamage:
         refs = stored(store, os.urandom(CHUNK))
         fetcher = Fetcher(FaultyStore(store, Fault(kind=FaultKind.ERROR, op=Op.GET, times=None), seed=1))
         with pytest.raises(Unavailable):
-            fetcher.fetch({0: refs}, {}, arena)
+            fetcher.fetch(whole({0: refs}), {}, arena)
         fetcher.close()
 
 
@@ -278,7 +287,7 @@ class TestBounds:
             first = file.path
         fetcher = Fetcher(store)
         with pytest.raises(DaemonError) as caught:
-            fetcher.fetch({0: refs}, {}, arena, deadline=time.monotonic() + 0.05)
+            fetcher.fetch(whole({0: refs}), {}, arena, deadline=time.monotonic() + 0.05)
         assert entered.is_set()
         assert caught.value.error.reason == REASON_DEADLINE_EXCEEDED
         assert caught.value.error.object == refs[0].key
@@ -316,7 +325,7 @@ class TestBounds:
         store = Measuring()
         refs = stored(store, os.urandom(50 * CHUNK))
         fetcher = Fetcher(store, get_threads=2)
-        fetcher.fetch({0: refs}, {}, arena)
+        fetcher.fetch(whole({0: refs}), {}, arena)
         fetcher.close()
         assert 1 <= most <= 2
 

@@ -165,6 +165,7 @@ def changed(name: str, value: object) -> RankSection:
         (changed("writer", [0]), "writer"),
         (changed("writer", [0, 9]), "world of 2"),
         (changed("stream_offset", [0, 10_000]), "ends at byte"),
+        (changed("stream_offset", [0, 2**64 - 8]), "ends at byte 18446744073709"),
         (changed("stream_offset", [0, 100]), "share bytes"),
         (changed("object_offset", [2**63]), "ends at byte"),
         (changed("object_offset", [0]), "share bytes"),
@@ -260,6 +261,24 @@ def test_a_rank_reads_its_own_part() -> None:
     assert index.read_section(store, key, found, 2) == sections[2]
     with pytest.raises(FormatError, match="no section of rank 5"):
         index.read_section(store, key, found, 5)
+
+
+def test_an_open_index_decodes_what_is_asked_for_after_the_whole_was_compared() -> None:
+    """One section equals that of the whole; a flipped bit in another rank's section is found before any is decoded."""
+    state: dict[int, tuple[list[Shard], dict[str, bytes]]] = {
+        rank: ([per_rank("x", np.arange(9) + rank)], {}) for rank in range(3)
+    }
+    built = build_node(make_claim(T1, {"n": [0, 1, 2]}), 7, "n", state)
+    found = index.open_index(built.ref, built.index)
+    assert found.section(1) == index.load_index(built.ref, built.index)[2][1]
+    with pytest.raises(FormatError, match="no section of rank 5"):
+        found.section(5)
+    bad = bytearray(built.index)
+    bad[-1] ^= 1
+    with pytest.raises(CorruptError, match="digest in its name"):
+        index.open_index(built.ref, bytes(bad))
+    with pytest.raises(CorruptError, match="is gone"):
+        index.open_index(built.ref, None)
 
 
 def test_an_index_under_another_name_is_refused() -> None:

@@ -40,6 +40,8 @@ class FetchedPiece:
     def shared(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return offset and length, in elements of the global tensor, of what the piece and the wanted box share."""
         row = self.wanted.row
+        if self.offset == row.offset and self.length == row.length:
+            return row.offset, row.length
         low = tuple(map(max, self.offset, row.offset))
         ends = zip(self.offset, self.length, row.offset, row.length, strict=True)
         high = tuple(min(begin + size, start + wide) for begin, size, start, wide in ends)
@@ -53,15 +55,20 @@ class FetchedPiece:
     def target(self) -> torch.Tensor:
         """Return the part of the wanted view that the piece fills."""
         low, size = self.shared()
-        return _part(self.wanted.view, self.wanted.row.offset, low, size)
+        row = self.wanted.row
+        return self.wanted.view if size == row.length else _part(self.wanted.view, row.offset, low, size)
 
     def source(self, data: torch.Tensor) -> torch.Tensor:
         """Return the part of the file's bytes that fills `target`; no copy where the bytes are aligned."""
         view = self.wanted.view
-        if data.data_ptr() % view.element_size() or data.storage_offset() % view.element_size():
+        item = view.element_size()
+        if item > 1 and (data.data_ptr() % item or data.storage_offset() % item):
             data = data.clone()
+        typed = data.view(view.dtype)
+        if len(self.length) != 1:
+            typed = typed.view(self.length)
         low, size = self.shared()
-        return _part(data.view(view.dtype).view(self.length), self.offset, low, size)
+        return typed if size == self.length else _part(typed, self.offset, low, size)
 
 
 def _part(tensor: torch.Tensor, at: tuple[int, ...], low: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:

@@ -114,6 +114,7 @@ class Agent:
                 node=self.node,
                 store=store,
                 shm_dir=self.config.shm_dir,
+                restore_window_bytes=self.config.restore_window_bytes,
                 threads=self.threads,
                 log=self.log,
                 uploader=Uploader(

@@ -8,8 +8,10 @@ rank wished for. Does not own: which bytes a wish means (`reshard`,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from ckptd.daemon.errors import DaemonError
 from ckptd.protos import error_pb2, shard_table
@@ -75,7 +77,7 @@ def offer(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
     own: list[tuple[int, ShardRow]] = []
     aliases: dict[str, str] = {}
     for rank, section in sorted(sections.items()):
-        for row in shard_table.iter_rows(section.shards):
+        for row in shard_table.rows_at(section.shards, _told(section.shards, whole)):
             if row.scope == SCOPE_PER_RANK:
                 own.append((rank, row))
             elif row.name not in whole:
@@ -126,6 +128,16 @@ def _objects_parts(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
                 for rank in ranks
             ]
         )
+
+
+def _told(table: ShardTable, known: Container[str]) -> list[int]:
+    """Return the rows of one rank that say something new: of names not known yet, and what is the rank's own."""
+    is_new = np.array([name not in known for name in table.names], dtype=np.bool_)
+    is_own = np.asarray(table.scope, dtype=np.int64) == SCOPE_PER_RANK
+    if not is_new.any() and not is_own.any():
+        return []
+    told: list[int] = np.flatnonzero(is_new[np.asarray(table.name, dtype=np.int64)] | is_own).tolist()
+    return told
 
 
 def _batches(ranks: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -1,8 +1,8 @@
-"""The arena: the shared memory that a node's restores are fetched into.
+"""The arena: the memory that a node's restores are fetched into, shared with the ranks, and the window beside it.
 
-Owns: one file at a time, its size and its removal. Does not own: where a chunk goes in it (`fetcher`), and when
-all ranks have copied. Invariant: two writers never have one file: a fetch that overlaps another one, or comes after
-one that could not be stopped, gets a new file, and the old one is nobody's any more.
+Owns: one file at a time, its size and its removal, and how much may be taken beside what is wanted. Does not own: where a
+chunk goes in it (`arrangement`), and when all ranks have copied. Invariant: two writers never have one file: a fetch that
+overlaps another one, or comes after one that could not be stopped, gets a new file, and the old one is nobody's any more.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .shared_files import SharedFile, page_rounded, prepare_folder
+from .window import Window
 
+WINDOW_BYTES = 256 << 20
 _NAME_JOB = 16
+_SLACK = 4
+"""One part in so many of the window's bytes may be taken by the file instead, beside what is wanted."""
 
 
 class Arena:
@@ -24,13 +28,21 @@ class Arena:
     Args:
         shm_dir: Folder in shared memory; made 0700.
         job_digest: Hex digest of root and job name, at least 16 digits.
+        window_bytes: Most memory beside what the ranks want: slack in the file and window together. At least 4/3 of the
+            longest chunk.
+
+    Attributes:
+        window: Where chunks stand of which only parts are wanted.
+        slack_bytes: Most of the file that nobody wants.
 
     Raises:
         DaemonError: NOT_ALLOWED, the folder belongs to somebody else.
     """
 
-    def __init__(self, shm_dir: Path, job_digest: str) -> None:
+    def __init__(self, shm_dir: Path, job_digest: str, window_bytes: int = WINDOW_BYTES) -> None:
         prepare_folder(shm_dir)
+        self.slack_bytes = window_bytes // _SLACK
+        self.window = Window(window_bytes - self.slack_bytes)
         self._folder = shm_dir
         self._job = job_digest[:_NAME_JOB]
         self._lock = threading.Lock()
@@ -66,7 +78,8 @@ class Arena:
                     file.close()
 
     def release(self) -> None:
-        """Delete the file, and give its memory back unless somebody still writes to it; idempotent."""
+        """Delete the file, and give all memory back but what somebody still writes to; idempotent."""
+        self.window.release()
         with self._lock:
             self._drop()
 

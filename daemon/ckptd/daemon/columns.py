@@ -31,10 +31,11 @@ class Columns:
 
     Attributes:
         names: Distinct names.
+        dtypes: Distinct dtypes.
         begins: Rank: its first row; one more entry for the end.
         rank: Row: position of its rank among the ranks, ascending.
         name: Row: position in names.
-        dtype: Row: number of its dtype.
+        dtype: Row: position in dtypes.
         ndim: Row: number of dimensions.
         scope: Row.
         nbytes: Row.
@@ -44,6 +45,7 @@ class Columns:
     """
 
     names: list[str]
+    dtypes: list[str]
     begins: Ints
     rank: Ints
     name: Ints
@@ -86,10 +88,14 @@ def columns_of(layouts: Mapping[int, ShardTable]) -> Columns | None:
     }
     name: list[Ints] = []
     dtype: list[Ints] = []
+    texts: list[str] | None = None
+    own: Ints = np.zeros(0, dtype=np.int64)
     for rank in sorted(layouts):
         table = layouts[rank]
         shard_table.check(table)
-        own = np.array([names.setdefault(text, len(names)) for text in table.names], dtype=np.int64)
+        if texts is None or texts != list(table.names):  # ranks that hold parts of the same tensors name them alike
+            texts = list(table.names)
+            own = np.array([names.setdefault(text, len(names)) for text in texts], dtype=np.int64)
         kinds = np.array([dtypes.setdefault(text, len(dtypes)) for text in table.dtypes], dtype=np.int64)
         name.append(own[np.asarray(table.name, dtype=np.int64)])
         dtype.append(kinds[np.asarray(table.dtype, dtype=np.int64)])
@@ -115,6 +121,7 @@ def columns_of(layouts: Mapping[int, ShardTable]) -> Columns | None:
         wide[column][at] = flat_ints[column]
     return Columns(
         names=list(names),
+        dtypes=list(dtypes),
         begins=np.concatenate([[0], np.cumsum(counts)]),
         rank=np.repeat(np.arange(len(counts)), counts),
         name=np.concatenate(name),
@@ -134,13 +141,13 @@ def boxes_of(rows: Columns) -> Boxes | None:
     order = np.argsort(key, kind="stable")
     ahead, behind = order[1:], order[:-1]
     opens = np.concatenate([[True], key[ahead] != key[behind]])
-    joined = ~opens[1:]
+    ahead, behind = ahead[~opens[1:]], behind[~opens[1:]]
     same = (rows.name[ahead] == rows.name[behind]) & (rows.ndim[ahead] == rows.ndim[behind])
     same &= rows.rank[ahead] != rows.rank[behind]
     same &= (rows.nbytes[ahead] == rows.nbytes[behind]) & (rows.scope[ahead] == rows.scope[behind])
     same &= (rows.offset[:, ahead] == rows.offset[:, behind]).all(axis=0)
     same &= (rows.length[:, ahead] == rows.length[:, behind]).all(axis=0)
-    if not same[joined].all() or not _is_consistent(rows):
+    if not same.all() or not _is_consistent(rows):
         return None
     begins = np.flatnonzero(opens)
     box = np.empty(len(order), dtype=np.int64)
@@ -158,6 +165,10 @@ def untiled(rows: Columns, heads: Ints) -> list[int] | None:
     Returns:
         None where the boxes of a tensor leave it, or are not as large together as the tensor.
     """
+    # In the order of the rows the cuts of a tensor ascend, most often, and memory is gone through from end to end.
+    is_head = np.zeros(len(rows.name), dtype=np.bool_)
+    is_head[heads] = True
+    heads = np.flatnonzero(is_head)
     shape, offset, length = rows.shape[:, heads], rows.offset[:, heads], rows.length[:, heads]
     if (offset + length > shape).any():
         return None
@@ -177,12 +188,18 @@ def untiled(rows: Columns, heads: Ints) -> list[int] | None:
     filled = part > 0
     name, offset, length = name[filled], offset[:, filled], length[:, filled]
     odd: set[int] = set()
-    for begin, size in zip(offset, length, strict=True):
-        order = np.lexsort((size, begin, name))
-        ahead, behind = order[1:], order[:-1]
-        cuts_differ = (begin[ahead] != begin[behind]) | (size[ahead] != size[behind])
-        meets = (name[ahead] == name[behind]) & cuts_differ & (begin[behind] + size[behind] > begin[ahead])
-        odd.update(name[ahead[meets]].tolist())
+    # A sort of two bytes takes time in proportion, and tensors are seldom more than those can number.
+    by_name = np.argsort(name.astype(np.min_scalar_type(len(rows.names))), kind="stable")
+    name = name[by_name]
+    is_same = name[1:] == name[:-1]
+    for begin, size in zip(offset[:, by_name], length[:, by_name], strict=True):
+        falls = (begin[1:] < begin[:-1]) | (begin[1:] == begin[:-1]) & (size[1:] < size[:-1])
+        if (is_same & falls).any():
+            order = np.lexsort((size, begin, name))
+            begin, size = begin[order], size[order]  # noqa: PLW2901 - names stay where they are: they are sorted
+        cuts_differ = (begin[1:] != begin[:-1]) | (size[1:] != size[:-1])
+        meets = is_same & cuts_differ & (begin[:-1] + size[:-1] > begin[1:])
+        odd.update(name[1:][meets].tolist())
     return sorted(odd)
 
 

@@ -56,6 +56,12 @@ class AgentConfig(BaseSettings):
         0, ge=0, le=256, description="Requests in flight to the store; 0: what the store says."
     )
     verify_puts: bool = Field(True, description="HEAD every chunk after its put, before the index is written.")
+    restore_window_bytes: int = Field(
+        256 << 20,
+        ge=128 << 20,
+        le=1 << 40,
+        description="Memory that a restore may take on a node beside what its ranks want, per job.",
+    )
     store_deadline_s: Seconds = Field(60.0, description="Seconds one store operation may be retried.")
     node_grace_s: Seconds = Field(60.0, description="Seconds a node may be away before its ranks count as lost.")
     reattach_s: Seconds = Field(

@@ -1,10 +1,11 @@
-"""From refs to verified bytes in shared memory: own slots first, else the store.
+"""From needed bytes to verified ones in shared memory: own slots first, else the store.
 
-Owns: that each chunk is read once per node, its digest, and the bounds of reading. Does not own: which chunks
-are needed (`reshard`), where they stand (`fetched`), retries (the store's wrapper), and what a corrupt step
-means (the coordinator). What a slot of that very step holds is not copied: the trainer reads it there.
+Owns: that each chunk is read once per node, its digest, and the bounds of reading. Does not own: what is needed (`reshard`),
+which place it gets (`arrangement`), retries (the store's wrapper), and what a corrupt step means (the coordinator). What a slot
+of that very step holds is not copied: the trainer reads it there.
 
-Invariant: nothing is handed out that was not hashed where it stands, or copied from bytes that were.
+Invariants: nothing is handed out that was not hashed where it stands, or copied from bytes that were; a chunk is copied from
+only after its digest fitted, and a fetch returns only after all did.
 """
 
 from __future__ import annotations
@@ -13,24 +14,31 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from ckptd.protos.error_pb2 import REASON_ABORTED, REASON_DEADLINE_EXCEEDED
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound, Truncated
 
 from .arena import Arena
+from .arrangement import arranged
 from .chunks import ChunkSpan
+from .columns import Ints
 from .errors import CorruptError, DaemonError
 from .failpoints import failpoint
-from .fetched import Extent, Fetched, Run, places, runs
+from .fetched import Fetched, Needs, Standing
 from .hashing import chunk_digest
 from .index import ChunkRef
+from .landing import Landing
+from .line import Line
 from .shared_files import SharedFile
 from .slots import SlotFile, SlotState
 from .telemetry import EventLog
+from .window import Window
 
-__all__ = ["Fetched", "Fetcher"]
+__all__ = ["Fetched", "Fetcher", "Needs"]
 
 HASH_THREADS = 2
 _READS = 2
@@ -70,16 +78,16 @@ class Fetcher:
 
     def fetch(
         self,
-        needs: Mapping[int, Sequence[ChunkRef]],
+        needs: Needs,
         held: Mapping[int, SlotFile],
         arena: Arena,
         *,
         deadline: float | None = None,
     ) -> Fetched:
-        """Bring every needed chunk into shared memory and verify it; blocks until done.
+        """Bring everything needed into shared memory and verify it; blocks until done.
 
         Args:
-            needs: Per stored rank, the chunks of its stream that somebody on this node wants.
+            needs: What somebody on this node wants.
             held: Per stored rank, a slot that holds that very step and timeline; it must stay staged until all ranks
                 have copied. A slot whose bytes do not have their digests is passed over.
             arena: Gets what slots do not hold; what it held before is overwritten.
@@ -91,45 +99,55 @@ class Fetcher:
             DaemonError: DEADLINE_EXCEEDED; names the object that was waited for.
             StorageError: As the store raised it; names the object.
         """
-        wanted = {rank: runs(rank, needs[rank]) for rank in sorted(needs)}
-        good = self._good_slots(wanted, held)
-        extents = {rank: [each for run in wanted[rank] for each in _in_slot(run, slot)] for rank, slot in good.items()}
-        by_tier = {"memory": sum(run.nbytes for rank in good for run in wanted[rank]), "store": 0}
-        missing = [run for rank, each in wanted.items() if rank not in good for run in each]
-        if missing:
-            placed, nbytes = places(missing)
-            in_slots = {
-                ref.digest: slot.stream(_span(ref))
-                for rank, slot in good.items()
-                for run in wanted[rank]
-                for ref in run.refs
+        line = Line(needs.refs)
+        begins, ends = needs.on(line)
+        touched = line.touched(begins, ends)
+        good = self._good_slots(line, touched, held)
+        rest = needs.without(list(good))
+        others = line.at(rest.ranks, rest.offsets)
+        arrangement = arranged(line, rest.pieces, others, others + rest.lengths, slack=arena.slack_bytes)
+        held_chunks = touched[np.isin(line.ranks[touched], list(good))].tolist()
+        stand = Standing()
+        for chunk in held_chunks:
+            slot, ref = good[int(line.ranks[chunk])], line.refs[chunk]
+            stand.add(slot.path, int(line.begins[chunk]), ref.length, slot.file_range(_span(ref))[0])
+        read = 0
+        if len(arrangement.needed):
+            sources = {
+                line.refs[at].digest: good[int(line.ranks[at])].stream(_span(line.refs[at])) for at in held_chunks
             }
-            with arena.writing(nbytes) as file:
+            with arena.writing(arrangement.nbytes) as file:
+                landing = Landing(line, arrangement, file.view)
                 try:
-                    by_tier["store"] = self._fill(placed, file, in_slots, deadline)
+                    read = self._fill(_Bringing(file=file, window=arena.window, landing=landing), sources, deadline)
                 except _HangingReadError as hanging:
                     # It cannot be taken back, and may write to these pages whenever it likes.
                     arena.release()
                     raise hanging.cause from None
-            by_tier["memory"] += sum(run.nbytes for run in missing) - by_tier["store"]
-            for run, at in placed:
-                extents.setdefault(run.rank, []).append(
-                    Extent(stream_offset=run.stream_offset, nbytes=run.nbytes, path=file.path, file_offset=at)
-                )
-        return Fetched(extents=extents, bytes_by_tier=by_tier)
+            stand.add_runs(file.path, arrangement)
+        needed = sum(line.refs[chunk].length for chunk in (*held_chunks, *arrangement.needed.tolist()))
+        return stand.fetched(
+            line,
+            needs.pieces,
+            arrangement,
+            is_arranged=~np.isin(needs.pieces.rank, list(good)),
+            bytes_by_tier={"memory": needed - read, "store": read},
+            window_bytes=arena.window.peak_bytes,
+        )
 
     def close(self) -> None:
         """Wait for what runs, and end the threads; idempotent."""
         self._hashers.shutdown()
         self._getters.shutdown()
 
-    def _good_slots(self, wanted: Mapping[int, Sequence[Run]], held: Mapping[int, SlotFile]) -> dict[int, SlotFile]:
+    def _good_slots(self, line: Line, touched: Ints, held: Mapping[int, SlotFile]) -> dict[int, SlotFile]:
         """Hash what the slots hold of the needed chunks; a slot counts whole or not at all, to stay contiguous."""
-        checks = {
-            rank: [self._hashers.submit(self._slot_has, rank, ref, held[rank]) for run in each for ref in run.refs]
-            for rank, each in wanted.items()
-            if rank in held
-        }
+        checks: dict[int, list[Future[bool]]] = {}
+        for chunk in touched.tolist():
+            rank = int(line.ranks[chunk])
+            if rank in held:
+                check = self._hashers.submit(self._slot_has, rank, line.refs[chunk], held[rank])
+                checks.setdefault(rank, []).append(check)
         results = {rank: [future.result() for future in futures] for rank, futures in checks.items()}
         return {rank: held[rank] for rank, found in results.items() if all(found)}
 
@@ -142,46 +160,53 @@ class Fetcher:
             self._events.emit("rejected", tier="memory", rank=rank, key=ref.key, path=str(slot.path), bytes=ref.length)
         return good
 
-    def _fill(
-        self,
-        placed: Sequence[tuple[Run, int]],
-        file: SharedFile,
-        in_slots: Mapping[bytes, memoryview],
-        deadline: float | None,
-    ) -> int:
-        """Read each object once into its first place, and copy it to the others; return the bytes read."""
-        stop = threading.Event()
+    def _fill(self, bringing: _Bringing, in_slots: Mapping[bytes, memoryview], deadline: float | None) -> int:
+        """Bring each needed object once, and copy it to every place where it is wanted; return the bytes read."""
+        refs = bringing.landing.refs
+        equal: dict[bytes, list[int]] = {}
+        for chunk in bringing.landing.needed:
+            equal.setdefault(refs[chunk].digest, []).append(chunk)
         tasks: dict[Future[None], ChunkRef] = {}
-        copies: list[tuple[memoryview, memoryview]] = []
-        sources = dict(in_slots)
-        for run, run_at in placed:
-            for ref in run.refs:
-                at = run_at + ref.stream_offset - run.stream_offset
-                target = file.view[at : at + ref.length]
-                if ref.digest in sources:
-                    copies.append((target, sources[ref.digest]))
-                else:
-                    sources[ref.digest] = target
-                    tasks[self._getters.submit(self._read, file, at, ref, stop)] = ref
+        read = 0
+        for digest, chunks in equal.items():
+            ref = refs[chunks[0]]
+            if digest in in_slots:
+                task = self._getters.submit(bringing.copy, chunks, in_slots[digest])
+            else:
+                task = self._getters.submit(self._bring, ref, chunks, bringing)
+                read += ref.length
+            tasks[task] = ref
         try:
             _await(tasks, deadline)
         except BaseException as error:
-            stop.set()
+            bringing.stop.set()
+            bringing.window.wake()
             if _is_hanging(tasks, deadline):
                 raise _HangingReadError(error) from error
             raise
-        for target, source in copies:
-            target[:] = source
-        return sum(ref.length for ref in tasks.values())
+        return read
 
-    def _read(self, file: SharedFile, at: int, ref: ChunkRef, stop: threading.Event) -> None:
-        found = "nothing"
-        target = file.view[at : at + ref.length]
-        for _ in range(_READS):
-            if stop.is_set():
-                raise DaemonError.of("the fetch was stopped", reason=REASON_ABORTED, object=ref.key, phase="restore")
-            failpoint("fetcher.before_get")
+    def _bring(self, ref: ChunkRef, chunks: Sequence[int], bringing: _Bringing) -> None:
+        """Read one object, straight to where it stays whole if there is such a place, and copy it to the others."""
+        file, home = bringing.file, bringing.landing.home_of(chunks)
+        if home is None:
+            with bringing.window.room(ref.length, bringing.stop) as room:
+                self._read(ref, room, bringing.stop)
+                bringing.copy(chunks, room)
+        else:
+            chunk, at = home
             file.touch(begin=at, end=at + ref.length)
+            target = file.view[at : at + ref.length]
+            self._read(ref, target, bringing.stop)
+            bringing.copy([other for other in chunks if other != chunk], target)
+            bringing.landing.land_boxes(chunk, target)
+
+    def _read(self, ref: ChunkRef, target: memoryview, stop: threading.Event) -> None:
+        """Read an object until its bytes have its digest; `target` is filled when this returns."""
+        found = "nothing"
+        for _ in range(_READS):
+            _go_on(stop, ref.key)
+            failpoint("fetcher.before_get")
             try:
                 self._store.get_into(ref.key, target)
             except NotFound:
@@ -200,6 +225,27 @@ class Fetcher:
             object=ref.key,
             phase="restore",
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bringing:
+    """What the threads of one fetch share; `stop` is set when it has failed."""
+
+    file: SharedFile
+    window: Window
+    landing: Landing
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def copy(self, chunks: Sequence[int], verified: memoryview) -> None:
+        """Copy equal chunks to where they are wanted."""
+        for chunk in chunks:
+            _go_on(self.stop, "")
+            self.landing.land(chunk, verified)
+
+
+def _go_on(stop: threading.Event, key: str) -> None:
+    if stop.is_set():
+        raise DaemonError.of("the fetch was stopped", reason=REASON_ABORTED, object=key, phase="restore")
 
 
 def _await(tasks: Mapping[Future[None], ChunkRef], deadline: float | None) -> None:
@@ -224,19 +270,6 @@ def _is_hanging(tasks: Mapping[Future[None], ChunkRef], deadline: float | None) 
     """Take back what has not begun, wait for the rest for as long as the deadline lets, and say if some still runs."""
     running = [future for future in tasks if not future.cancel()]
     return bool(wait(running, timeout=None if deadline is None else max(0.0, deadline - time.monotonic())).not_done)
-
-
-def _in_slot(run: Run, slot: SlotFile) -> list[Extent]:
-    """Say where a run stands in a slot: in one piece, or in two where it goes from tensors on to objects."""
-    found: list[Extent] = []
-    for ref in run.refs:
-        at, _ = slot.file_range(_span(ref))
-        last = found[-1] if found else None
-        if last is not None and last.file_offset + last.nbytes == at:
-            found[-1] = replace(last, nbytes=last.nbytes + ref.length)
-        else:
-            found.append(Extent(stream_offset=ref.stream_offset, nbytes=ref.length, path=slot.path, file_offset=at))
-    return found
 
 
 def _span(ref: ChunkRef) -> ChunkSpan:

@@ -44,6 +44,7 @@ class HeldJob:
         node: str,
         store: ObjectStore,
         shm_dir: Path,
+        restore_window_bytes: int,
         threads: Executor,
         log: EventLog,
         uploader: Uploader,
@@ -58,7 +59,7 @@ class HeldJob:
         self._threads = threads
         self._log = log
         self.pool = SlotPool(shm_dir, job_digest(root, job))
-        self.arena = Arena(shm_dir, job_digest(root, job))
+        self.arena = Arena(shm_dir, job_digest(root, job), restore_window_bytes)
         self.snapshots: dict[tuple[str, int], Snapshot] = {}
         self._plans: dict[tuple[int, bytes], RankPlan] = {}
         self.uploads = UploadQueue(

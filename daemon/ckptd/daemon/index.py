@@ -129,9 +129,7 @@ def parse_index(data: bytes | memoryview, *, where: str = "index") -> tuple[Inde
     """
     view = memoryview(data)
     header = parse_header(view, where=where)
-    end = header.sections[-1].offset + header.sections[-1].length
-    if len(view) != end:
-        raise corrupt(where, f"it has {len(view)} bytes, its sections end at {end}")
+    _check_end(header, len(view), where)
     sections = {
         entry.rank: parse_section(view[entry.offset : entry.offset + entry.length], entry, header, where=where)
         for entry in header.sections
@@ -160,6 +158,51 @@ def check_ref(ref: IndexRef, data: bytes | None) -> bytes:
     return data
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenIndex:
+    """An index whose bytes have their digest and whose header was checked; sections are decoded when they are asked for.
+
+    Attributes:
+        ref: As it is named, with its bytes.
+        header: Its header.
+        data: All of it.
+    """
+
+    ref: IndexRef
+    header: IndexHeader
+    data: bytes
+
+    def section(self, rank: int) -> RankSection:
+        """Return one rank's section, decoded and checked.
+
+        Raises:
+            FormatError: no such rank, or the bytes break the format.
+        """
+        for entry in self.header.sections:
+            if entry.rank == rank:
+                part = memoryview(self.data)[entry.offset : entry.offset + entry.length]
+                return parse_section(part, entry, self.header, where=self.ref.key)
+        raise corrupt(self.ref.key, f"it has no section of rank {rank}")
+
+
+def open_index(ref: IndexRef, data: bytes | None) -> OpenIndex:
+    """Return a checked index whose sections were not decoded yet.
+
+    Raises:
+        CorruptError: see `check_ref`.
+        FormatError: the bytes break the format, or belong under another name.
+    """
+    whole = check_ref(ref, data)
+    header = parse_header(whole, where=ref.key)
+    _check_end(header, len(whole), ref.key)
+    key = parse_key(ref.key)
+    if not isinstance(key, IndexKey) or (key.node, key.digest) != (ref.node, ref.blake3):
+        raise corrupt(ref.key, "it is not named as an index")
+    _check_place(header, key)
+    named = IndexRef(node=ref.node, key=ref.key, blake3=ref.blake3, bytes=len(whole))
+    return OpenIndex(ref=named, header=header, data=whole)
+
+
 def load_index(ref: IndexRef, data: bytes | None) -> tuple[IndexRef, IndexHeader, dict[int, RankSection]]:
     """Return a checked index with its reference, whose `bytes` are filled in.
 
@@ -167,13 +210,8 @@ def load_index(ref: IndexRef, data: bytes | None) -> tuple[IndexRef, IndexHeader
         CorruptError: see `check_ref`.
         FormatError: the bytes break the format, or belong under another name.
     """
-    whole = check_ref(ref, data)
-    header, sections = parse_index(whole, where=ref.key)
-    key = parse_key(ref.key)
-    if not isinstance(key, IndexKey) or (key.node, key.digest) != (ref.node, ref.blake3):
-        raise corrupt(ref.key, "it is not named as an index")
-    _check_place(header, key)
-    return IndexRef(node=ref.node, key=ref.key, blake3=ref.blake3, bytes=len(whole)), header, sections
+    found = open_index(ref, data)
+    return found.ref, found.header, {entry.rank: found.section(entry.rank) for entry in found.header.sections}
 
 
 def read_index(store: ObjectStore, key: IndexKey) -> tuple[IndexHeader, dict[int, RankSection]]:
@@ -262,6 +300,12 @@ def _header_with_offsets(header: IndexHeader, ranks: list[int], blobs: list[byte
         if len(encoded) == guess:
             return encoded
         guess = len(encoded)
+
+
+def _check_end(header: IndexHeader, nbytes: int, where: str) -> None:
+    end = header.sections[-1].offset + header.sections[-1].length
+    if nbytes != end:
+        raise corrupt(where, f"it has {nbytes} bytes, its sections end at {end}")
 
 
 def _check_place(header: IndexHeader, key: IndexKey) -> None:

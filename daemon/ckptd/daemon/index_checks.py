@@ -97,13 +97,7 @@ def check_section(section: RankSection, header: IndexHeader, what: str) -> None:
     _check_chunks(section, header, sources, what)
     _check_uncompared(section, header, what)
     stream = sum(section.chunk_length)
-    for row, (writer, offset, nbytes) in enumerate(
-        zip(section.writer, section.stream_offset, section.shards.nbytes, strict=True)
-    ):
-        if writer >= header.world:
-            raise corrupt(what, f"row {row} is written by rank {writer} of a world of {header.world}")
-        if writer == section.rank and nbytes and offset + nbytes > stream:
-            raise corrupt(what, f"row {row} ends at byte {offset + nbytes} of a stream of {stream}")
+    _check_rows(section, header, stream, what)
     for name, offset, length in zip(section.object_names, section.object_offset, section.object_length, strict=True):
         if length and offset + length > stream:
             raise corrupt(what, f"object {name!r} ends at byte {offset + length} of a stream of {stream}")
@@ -112,6 +106,21 @@ def check_section(section: RankSection, header: IndexHeader, what: str) -> None:
         raise corrupt(what, "two objects have one name")
     if any(at >= size for at, size in zip(section.coordinate, header.mesh.sizes, strict=True)):
         raise corrupt(what, f"coordinate {list(section.coordinate)} is not on a mesh of {list(header.mesh.sizes)}")
+
+
+def _check_rows(section: RankSection, header: IndexHeader, stream: int, what: str) -> None:
+    writer, offset, nbytes = (
+        np.asarray(column, dtype=np.uint64) for column in (section.writer, section.stream_offset, section.shards.nbytes)
+    )
+    foreign = np.flatnonzero(writer >= header.world).tolist()
+    for row in foreign[:1]:
+        raise corrupt(what, f"row {row} is written by rank {writer[row]} of a world of {header.world}")
+    # Compared without a sum, which might not fit 64 bits.
+    room = np.uint64(stream) - np.minimum(offset, np.uint64(stream))
+    beyond = (writer == section.rank) & (nbytes > room) & (nbytes > 0)
+    for row in np.flatnonzero(beyond).tolist()[:1]:
+        end = int(offset[row]) + int(nbytes[row])
+        raise corrupt(what, f"row {row} ends at byte {end} of a stream of {stream}")
 
 
 def _check_chunks(section: RankSection, header: IndexHeader, sources: list[StepId], what: str) -> None:

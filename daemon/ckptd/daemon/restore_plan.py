@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+
 from ckptd.daemon import keys, records
-from ckptd.daemon.any_mesh import Wanted, objects_of
+from ckptd.daemon.any_mesh import Wanted, objects_of, offer
 from ckptd.daemon.arena import Arena
 from ckptd.daemon.errors import CorruptError
-from ckptd.daemon.fetched import Fetched
+from ckptd.daemon.fetched import Fetched, Needs
 from ckptd.daemon.fetcher import Fetcher
-from ckptd.daemon.index import chunk_refs, load_index
+from ckptd.daemon.index import OpenIndex, chunk_refs, open_index
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.parallel import in_parallel
-from ckptd.daemon.reshard import Piece, StoredRows, chunks_of, ranges_by_rank
+from ckptd.daemon.pieces import Pieces
+from ckptd.daemon.reshard import StoredRows
 from ckptd.daemon.slots import SlotFile
-from ckptd.protos.agent_pb2 import FetchedPart
+from ckptd.protos.agent_pb2 import FetchedPart, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection
 from ckptd.storage_backends.base import ObjectStore
@@ -38,11 +41,12 @@ INDEX_READERS = 8
 class Stored:
     """The sections of a step that this node needs: its own ranks' and those of the ranks that wrote for them.
 
-    All of them where the step was saved on another mesh.
+    All of them where the step was saved on another mesh; `offered` is then what every rank hears of them.
     """
 
     sections: Mapping[int, RankSection]
     other_mesh: bool = False
+    offered: Sequence[StoredPart] = ()
 
     @cached_property
     def rows(self) -> StoredRows:
@@ -53,7 +57,7 @@ class Stored:
         """Return the ranks whose streams hold what `ranks` stored; on another mesh all."""
         if self.other_mesh:
             return set(self.sections)
-        return {writer for rank in ranks for writer in self.sections[rank].writer} | set(ranks)
+        return set(ranks).union(*(_writers(self.sections[rank]) for rank in ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +67,8 @@ class NodePlan:
     answers: Mapping[int, list[FetchedPart]]
     files: frozenset[Path]
     bytes_by_tier: Mapping[str, int]
+    arena_bytes: int
+    window_bytes: int
 
     def parts(self, rank: int) -> list[FetchedPart]:
         """Return the answer to a rank's Want."""
@@ -83,16 +89,22 @@ def load(
     """
     committed = chosen.committed
     nodes = _nodes_by_rank(store, chosen.step.timeline)
-    refs = {ref.node: ref for ref in committed.indexes}
-    sections: dict[int, RankSection] = {}
+    indexes = _Indexes(store, {ref.node: ref for ref in committed.indexes})
     if committed.world != world or committed.mesh != mesh:
         # Which boxes live here is not known yet, and any rank may hold a part of them.
-        _load_nodes(store, refs, set(nodes.values()), sections)
-        return Stored(sections=sections, other_mesh=True)
-    _load_nodes(store, refs, {nodes[rank] for rank in ranks}, sections)
-    writers = {writer for rank in ranks for writer in sections[rank].writer} - set(sections)
-    _load_nodes(store, refs, {nodes[rank] for rank in writers}, sections)
+        indexes.read(set(nodes.values()))
+        sections = {rank: indexes.section(nodes[rank], rank) for rank in sorted(nodes)}
+        return Stored(sections=sections, other_mesh=True, offered=list(offer(sections)))
+    indexes.read({nodes[rank] for rank in ranks})
+    sections = {rank: indexes.section(nodes[rank], rank) for rank in ranks}
+    writers = set().union(*(_writers(section) for section in sections.values())) - set(sections)
+    indexes.read({nodes[rank] for rank in writers})
+    sections |= {rank: indexes.section(nodes[rank], rank) for rank in sorted(writers)}
     return Stored(sections=sections)
+
+
+def _writers(section: RankSection) -> set[int]:
+    return set(np.unique(np.asarray(section.writer, dtype=np.int64)).tolist())
 
 
 def _nodes_by_rank(store: ObjectStore, timeline: str) -> dict[int, str]:
@@ -104,19 +116,30 @@ def _nodes_by_rank(store: ObjectStore, timeline: str) -> dict[int, str]:
     return {rank: node.node for node in claim.nodes for rank in node.ranks}
 
 
-def _load_nodes(
-    store: ObjectStore, refs: Mapping[str, IndexRef], nodes: set[str], sections: dict[int, RankSection]
-) -> None:
-    def read(node: str) -> dict[int, RankSection]:
+class _Indexes:
+    """Indexes of nodes, each read once, whole: only its own digest proves the header that the sections are found by."""
+
+    def __init__(self, store: ObjectStore, refs: Mapping[str, IndexRef]) -> None:
+        self._store = store
+        self._refs = refs
+        self._read: dict[str, OpenIndex] = {}
+
+    def read(self, nodes: set[str]) -> None:
+        """Read the indexes of nodes that were not read yet, several at once."""
+        missing = sorted(nodes - set(self._read))
+        found = in_parallel(self._open, missing, workers=min(len(missing), INDEX_READERS))
+        self._read.update(zip(missing, found, strict=True))
+
+    def section(self, node: str, rank: int) -> RankSection:
+        """Return a rank's section of an index that was read; no other is decoded."""
+        return self._read[node].section(rank)
+
+    def _open(self, node: str) -> OpenIndex:
         try:
-            blob: bytes | None = store.get(refs[node].key)
+            blob: bytes | None = self._store.get(self._refs[node].key)
         except NotFound:
             blob = None
-        _, _, found = load_index(refs[node], blob)
-        return found
-
-    for found in in_parallel(read, sorted(nodes), workers=min(len(nodes), INDEX_READERS)):
-        sections.update(found)
+        return open_index(self._refs[node], blob)
 
 
 # ---------------------------------------------------------------- fetch
@@ -145,57 +168,70 @@ def fetch(
         DaemonError: LAYOUT_MISMATCH, a row or object is not stored so; INVALID_ARGUMENT, columns do not fit together.
         CorruptError, NoSpaceError, StorageError: as `Fetcher.fetch`.
     """
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, Pieces] = {}
     objects: dict[int, list[tuple[int, int, int, int]]] = {}
-    ranges: dict[int, list[tuple[int, int]]] = {}
     for rank, wanted in wants.items():
         own = None if stored.other_mesh else rank
         pieces[rank] = stored.rows.pieces(wanted.rows(), own, wanted.row_ranks)
         objects[rank] = objects_of(stored.sections, rank, wanted)
-        for source, found in ranges_by_rank(pieces[rank]).items():
-            ranges.setdefault(source, []).extend(found)
-        for _, source, offset, length in objects[rank]:
-            ranges.setdefault(source, []).append((offset, length))
-    needs = {rank: chunks_of(chunk_refs(stored.sections[rank]), found) for rank, found in ranges.items()}
+    all_objects = np.array([place[1:] for each in objects.values() for place in each], dtype=np.int64).reshape(-1, 3)
+    joined = Pieces.joined(list(pieces.values()))
+    sources = sorted({*joined.rank.tolist(), *all_objects[:, 0].tolist()})
+    needs = Needs(
+        refs={rank: chunk_refs(stored.sections[rank]) for rank in sources},
+        pieces=joined,
+        ranks=all_objects[:, 0],
+        offsets=all_objects[:, 1],
+        lengths=all_objects[:, 2],
+    )
     fetched = fetcher.fetch(needs, held, arena, deadline=deadline)
-    files: set[Path] = set()
-    answers = {rank: list(_answer(fetched, pieces[rank], objects[rank], files)) for rank in wants}
-    return NodePlan(answers=answers, files=frozenset(files), bytes_by_tier=dict(fetched.bytes_by_tier))
+    answers: dict[int, list[FetchedPart]] = {}
+    begin = 0
+    for rank, found in pieces.items():
+        answers[rank] = _answer(fetched, found, begin, objects[rank])
+        begin += len(found)
+    return NodePlan(
+        answers=answers,
+        files=frozenset(fetched.files),
+        bytes_by_tier=dict(fetched.bytes_by_tier),
+        arena_bytes=fetched.arena_bytes,
+        window_bytes=fetched.window_bytes,
+    )
 
 
 def _answer(
-    fetched: Fetched, pieces: Sequence[Piece], objects: Sequence[tuple[int, int, int, int]], files: set[Path]
+    fetched: Fetched, pieces: Pieces, first: int, objects: Sequence[tuple[int, int, int, int]]
 ) -> list[FetchedPart]:
+    """Return the parts of the answer to one rank, whose pieces are those from `first` on of the fetch."""
+    files = [str(path) for path in (*fetched.files, NOWHERE)]
     parts: list[FetchedPart] = []
     for begin in range(0, max(1, len(pieces)), PART_PIECES):
-        part = FetchedPart()
-        table: dict[Path, int] = {}
-        for piece in pieces[begin : begin + PART_PIECES]:
-            path, offset = _located(fetched, piece.rank, piece.stream_offset, piece.nbytes)
-            part.want_row.append(piece.want_row)
-            part.file.append(table.setdefault(path, len(table)))
-            part.file_offset.append(offset)
-            part.nbytes.append(piece.nbytes)
-            part.source_offset.extend(piece.source[0])
-            part.source_length.extend(piece.source[1])
+        which = slice(begin, begin + PART_PIECES)
+        there = slice(first + begin, first + min(begin + PART_PIECES, len(pieces)))
+        placed, ndim = fetched.placed, pieces.ndim[which]
+        part = FetchedPart(
+            files=files,
+            want_row=pieces.want_row[which].tolist(),
+            file=placed.file[there].tolist(),
+            file_offset=placed.at[there].tolist(),
+            nbytes=placed.nbytes[there].tolist(),
+        )
+        # A piece after the other, each with as many dimensions as it has.
+        has = np.arange(len(placed.low)) < ndim[:, None]
+        part.source_offset.extend(placed.low[:, there].T[has].tolist())
+        part.source_length.extend(placed.size[:, there].T[has].tolist())
         if begin == 0:
             for at, source, stream_offset, length in objects:
-                path, offset = _located(fetched, source, stream_offset, length)
+                path, offset = fetched.locate(source, stream_offset, length) if length else (NOWHERE, 0)
                 part.object.append(at)
-                part.object_file.append(table.setdefault(path, len(table)))
+                part.object_file.append(files.index(str(path)))
                 part.object_offset.append(offset)
                 part.object_bytes.append(length)
             for tier, nbytes in fetched.bytes_by_tier.items():
                 part.bytes_by_tier[tier] = nbytes
-        part.files.extend(str(path) for path in table)
-        files.update(path for path in table if path != NOWHERE)
         parts.append(part)
     return parts
 
 
 NOWHERE = Path("/dev/null")
 """The file of pieces without bytes: nothing is read from it."""
-
-
-def _located(fetched: Fetched, rank: int, offset: int, nbytes: int) -> tuple[Path, int]:
-    return fetched.locate(rank, offset, nbytes) if nbytes else (NOWHERE, 0)

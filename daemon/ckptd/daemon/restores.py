@@ -299,6 +299,8 @@ class NodeRestore:
             node=self._node,
             bytes=sum(attempt.plan.bytes_by_tier.values()),
             bytes_by_tier=dict(attempt.plan.bytes_by_tier),
+            arena_bytes=attempt.plan.arena_bytes,
+            window_bytes=attempt.plan.window_bytes,
             seconds=round(time.monotonic() - begun, 6),
         )
         attempt.ready = True
@@ -339,8 +341,8 @@ class NodeRestore:
         if detail == RestoreRequest.NOTHING:
             return [StoredPart(found=found)]
         if stored.other_mesh:
-            told = any_mesh.boxes if detail == RestoreRequest.BOXES else any_mesh.offer
-            return [StoredPart(found=found), *told(stored.sections)]
+            told = any_mesh.boxes(stored.sections) if detail == RestoreRequest.BOXES else stored.offered
+            return [StoredPart(found=found), *told]
         section = stored.sections[rank]
         first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
         return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import blake3
 import numpy as np
@@ -77,27 +78,36 @@ def iter_rows(table: ShardTable) -> Iterator[ShardRow]:
     Raises:
         ValueError: the columns do not fit together (a damaged or hostile message).
     """
+    return rows_at(table, range(row_count(table)))
+
+
+def rows_at(table: ShardTable, positions: Iterable[int]) -> Iterator[ShardRow]:
+    """Yield the rows at these positions.
+
+    Raises:
+        ValueError: the columns do not fit together (a damaged or hostile message).
+    """
     check(table)
-    names = list(table.names)
-    dtypes = list(table.dtypes)
-    shapes = list(table.global_shape)
-    offsets = list(table.box_offset)
-    lengths = list(table.box_length)
-    at = 0
-    columns = zip(table.name, table.dtype, table.ndim, table.scope, table.nbytes, table.group, strict=True)
-    for name, dtype, ndim, scope, nbytes, group in columns:
-        end = at + ndim
+    positions = list(positions)
+    if not positions:
+        return
+    names, dtypes = list(table.names), list(table.dtypes)
+    name, dtype, ndim = list(table.name), list(table.dtype), list(table.ndim)
+    scope, nbytes, group = list(table.scope), list(table.nbytes), list(table.group)
+    shapes, offsets, lengths = list(table.global_shape), list(table.box_offset), list(table.box_length)
+    begins = [0, *accumulate(ndim)]
+    for row in positions:
+        at = slice(begins[row], begins[row + 1])
         yield ShardRow(
-            name=names[name],
-            dtype=dtypes[dtype],
-            global_shape=tuple(shapes[at:end]),
-            offset=tuple(offsets[at:end]),
-            length=tuple(lengths[at:end]),
-            scope=scope,
-            nbytes=nbytes,
-            group=group,
+            name=names[name[row]],
+            dtype=dtypes[dtype[row]],
+            global_shape=tuple(shapes[at]),
+            offset=tuple(offsets[at]),
+            length=tuple(lengths[at]),
+            scope=scope[row],
+            nbytes=nbytes[row],
+            group=group[row],
         )
-        at = end
 
 
 def check(table: ShardTable) -> None:
