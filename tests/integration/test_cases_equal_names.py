@@ -116,7 +116,10 @@ def test_s084_declared_each_rank_gets_its_own_experts_and_their_moments(
 
 
 def test_s087_each_of_eight_ranks_gets_its_own_loader(agents: Agents, tmp_path: Path) -> None:
-    """Blobs, numbers and tensors of a loader, with the rank in each, on two nodes; a tensor of another shape on each rank."""
+    """On dp 4 x tp 2: blobs, numbers and tensors with the rank in each, on two nodes; tensors of other shapes too.
+
+    Those of a tp group hold equal values of "shared": nobody declared them, so each has its own again.
+    """
     root = f"file://{tmp_path}/root"
     nodes = [agents.new(), agents.new()]
 
@@ -124,17 +127,18 @@ def test_s087_each_of_eight_ranks_gets_its_own_loader(agents: Agents, tmp_path: 
         return {
             "loader": {"rank": rank, "blob": bytes([rank]) * 1000, "order": torch.arange(rank + 3) * (rank + 1)},
             "same": PerRank(torch.full((5,), float(rank))),
+            "shared": {"group": rank // 2, "values": torch.full((4,), float(rank // 2))},
         }
 
-    with ClientJob(root, nodes, 4) as job:
+    with ClientJob(root, nodes, 4, mesh={"dp": 4, "tp": 2}) as job:
         job.wait(job.each(lambda ckpt: ckpt.save(1, state(ckpt.rank))))
     nodes[1].kill()
     nodes[1].wipe()
     nodes[1].start()
-    with ClientJob(root, nodes, 4) as job:
+    with ClientJob(root, nodes, 4, mesh={"dp": 4, "tp": 2}) as job:
 
         def restored(ckpt: Checkpointer) -> dict[str, Any]:
-            into: dict[str, Any] = {"loader": None, "same": None}
+            into: dict[str, Any] = {"loader": None, "same": None, "shared": None}
             ckpt.restore_into(into, required=True)
             return into
 
@@ -144,6 +148,8 @@ def test_s087_each_of_eight_ranks_gets_its_own_loader(agents: Agents, tmp_path: 
             assert got["loader"]["blob"] == want["loader"]["blob"]
             assert torch.equal(got["loader"]["order"], want["loader"]["order"])
             assert got["same"].tolist() == [float(rank)] * 5
+            assert got["shared"]["group"] == rank // 2
+            assert torch.equal(got["shared"]["values"], want["shared"]["values"])
 
 
 class Tied(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fixtures.two_nodes import TwoNodes, stored_bytes
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from ckptd.client import InvalidRequest
 
@@ -167,22 +168,49 @@ def test_s074_numpy_arrays_of_any_strides_come_back(two_nodes: TwoNodes, tmp_pat
     assert base.sum() == 276
 
 
-def sparse() -> torch.Tensor:
-    return torch.eye(3).to_sparse()
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+def out_of_a_transform() -> torch.Tensor:
+    kept: list[torch.Tensor] = []
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x * 2)
+        return x.sum()
+
+    torch.func.grad(noted)(torch.ones(2))
+    return kept[0]
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (lambda: torch.ones(2, device="meta"), "meta device"),
-        (sparse, "sparse_coo"),
-        (lambda: torch.eye(3).to_sparse_csr(), "sparse_csr"),
+        (lambda: torch.ones(2, device="meta"), "on the meta device"),
+        (lambda: torch.eye(3).to_sparse(), "of layout sparse_coo"),
+        (lambda: torch.eye(3).to_sparse_csr(), "of layout sparse_csr"),
+        (lambda: torch.ones(3).to_mkldnn(), "of layout _mkldnn"),
         (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested"),
-        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "NestedTensor"),
+        (
+            lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
+            "of the subclass .*NestedTensor",
+        ),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"quantized \(qint8\)"),
         (lambda: torch.zeros(4, dtype=torch.uint8).view(torch.quint8), r"quantized \(quint8\)"),
+        (fake, "of the subclass .*FakeTensor"),
+        (nn.UninitializedParameter, "of the subclass .*UninitializedParameter"),
+        (out_of_a_transform, "inside a transform"),
+        (freed, "whose memory was freed"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_kinds_that_have_no_plain_bytes_are_refused_before_any_upload(
     two_nodes: TwoNodes, tmp_path: Path, make: Callable[[], torch.Tensor], kind: str
@@ -190,7 +218,10 @@ def test_kinds_that_have_no_plain_bytes_are_refused_before_any_upload(
     """Key and kind stand in the error, wherever the tensor stands; nothing is uploaded, and the next save works."""
     odd = make()
     module = nn.Module()
-    module.register_buffer("odd", odd)
+    if isinstance(odd, nn.Parameter):
+        module.register_parameter("odd", odd)
+    else:
+        module.register_buffer("odd", odd)
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter])
     optimizer.state[parameter]["odd"] = odd
@@ -201,7 +232,7 @@ def test_kinds_that_have_no_plain_bytes_are_refused_before_any_upload(
     }
     with two_nodes.on(two_nodes.first, tmp_path) as checkpointer:
         for step, (key, state) in enumerate(states.items()):
-            with pytest.raises(InvalidRequest, match=kind) as caught:
+            with pytest.raises(InvalidRequest, match=f"a tensor {kind}.* cannot be stored") as caught:
                 checkpointer.save(step, {"fine": torch.ones(9), **state})
             assert caught.value.key in (key, key.replace("%23", "#"))
             assert key.rsplit("/", 1)[1] in str(caught.value)

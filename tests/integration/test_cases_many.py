@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fixtures.client_job import ClientJob
 from fixtures.stored_root import objects_of, unproved
 from fixtures.two_nodes import TwoNodes
 
-from ckptd.client import Checkpointer
+from ckptd.client import Checkpointer, SaveHandle
 from ckptd.client.link import Link
 from ckptd.client.stored import Stored
 from ckptd.protos.agent_pb2 import HelloRequest
@@ -26,7 +26,8 @@ from ckptd.protos.agent_pb2_grpc import AgentStub
 pytestmark = pytest.mark.integration
 
 MIB = 1 << 20
-MANY = 50_000
+MANY, RANKS = 50_000, 8
+NAMES, NAME_CHARS = 20_000, 300
 
 
 def calls_counted() -> tuple[Counter[str], Any]:
@@ -46,15 +47,19 @@ def calls_counted() -> tuple[Counter[str], Any]:
 
 @pytest.mark.parametrize("transport", ["shm", "stream"])
 def test_s094_tensors_around_the_message_limit(two_nodes: TwoNodes, tmp_path: Path, transport: str) -> None:
-    """4 MiB - 1, 4 MiB, 4 MiB + 1, 0 bytes and a Python value above it, with default limits, from the store."""
+    """4 MiB - 1, 4 MiB, 4 MiB + 1, 0 bytes, a Python value above it, and 6 MB of names: default limits, from the store."""
     torch.manual_seed(1)
     sizes = (4 * MIB - 1, 4 * MIB, 4 * MIB + 1, 0)
     state: dict[str, Any] = {f"t{size}": torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes}
     state["blob"] = {"bytes": bytes(4 * MIB + 1), "text": "x" * (4 * MIB)}
+    counters = torch.arange(NAMES)
+    state["names"] = {f"{number:05d}{'n' * NAME_CHARS}": counters[number] for number in range(NAMES)}
     two_nodes.saved(tmp_path, state, transport=transport)
     got: dict[str, Any] = dict.fromkeys(state)
     two_nodes.restored(tmp_path, got, transport=transport)
     assert got.pop("blob") == state.pop("blob")
+    assert list(got["names"]) == list(state.pop("names"))
+    assert torch.equal(torch.stack(list(got.pop("names").values())), counters)
     assert all(torch.equal(got[name], tensor) for name, tensor in state.items())
 
 
@@ -82,32 +87,40 @@ def test_s093_a_hostile_message_is_refused_and_the_agent_stays(two_nodes: TwoNod
     assert torch.equal(got["large"], large)
 
 
-def test_s096_many_small_tensors_are_coordinated_once_and_packed(two_nodes: TwoNodes, tmp_path: Path) -> None:
-    """50,000 tensors, three saves: the second and third exchange digests only; objects stay few; all come back."""
+def test_s096_many_small_tensors_are_coordinated_once_and_packed(agents: Agents, tmp_path: Path) -> None:
+    """50,000 tensors on 8 ranks, three saves: the second and third exchange digests only; objects stay few; all come back."""
     torch.manual_seed(2)
+    root, nodes = f"file://{tmp_path}/root", [agents.new(), agents.new()]
+    each = MANY // RANKS
     flat = torch.rand(MANY, 4)
-    state: dict[str, Any] = {"many": {f"block.{number}.weight": flat[number] for number in range(MANY)}}
+
+    def state(rank: int, values: torch.Tensor) -> dict[str, Any]:
+        numbers = range(rank * each, (rank + 1) * each)
+        return {"many": {f"block.{number}.weight": values[number] for number in numbers}}
+
+    def saved(step: int, ckpt: Checkpointer) -> SaveHandle:
+        return ckpt.save(step, state(ckpt.rank, flat))
+
     counted, patch = calls_counted()
-    took, exchanged = [], []
-    with patch, two_nodes.on(two_nodes.first, tmp_path) as ckpt:
+    exchanged = []
+    with patch, ClientJob(root, nodes, RANKS // 2) as job:
         for step in (1, 2, 3):
             counted.clear()
             flat += 1
-            begun = time.monotonic()
-            handle = ckpt.save(step, state)
-            took.append(time.monotonic() - begun)
-            handle.wait()
+            job.wait(job.each(functools.partial(saved, step)))
             exchanged.append({verb: count for verb, count in counted.items() if verb != "Heartbeat"})
-    assert exchanged[0] == {"PutLayout": 1, "Begin": 1, "GetPlan": 1, "Staged": 1}
-    assert exchanged[1] == exchanged[2] == {"Begin": 1, "Staged": 1}
-    assert min(took[1:]) < took[0], took
+    assert exchanged[0] == {"PutLayout": RANKS, "Begin": RANKS, "GetPlan": RANKS, "Staged": RANKS}
+    assert exchanged[1] == exchanged[2] == {"Begin": RANKS, "Staged": RANKS}
     for step in (1, 2, 3):
-        assert 1 <= len(objects_of(tmp_path, step, "chunks")) <= 2  # objects that did not change are not put again
-        assert len(objects_of(tmp_path, step, "index")) == 1
-    got: dict[str, Any] = {"many": {name: torch.zeros(4) for name in state["many"]}}
-    two_nodes.restored(tmp_path, got)
-    assert torch.equal(torch.stack(list(got["many"].values())), flat)
-    assert list(got["many"]) == list(state["many"])
+        # One chunk of tensors a rank, and one of objects where they changed.
+        assert RANKS <= len(objects_of(tmp_path / "root", step, "chunks")) <= 2 * RANKS
+        assert len(objects_of(tmp_path / "root", step, "index")) == len(nodes)
+    into = torch.zeros_like(flat)
+    with ClientJob(root, nodes, RANKS // 2) as job:
+        got = [state(rank, into) for rank in range(RANKS)]
+        job.each(lambda ckpt: ckpt.restore_into(got[ckpt.rank], required=True))
+    assert torch.equal(into, flat)
+    assert [list(one["many"]) for one in got] == [list(state(rank, flat)["many"]) for rank in range(RANKS)]
 
 
 def test_s096_a_rank_is_told_of_its_own_part_only(agents: Agents, tmp_path: Path) -> None:

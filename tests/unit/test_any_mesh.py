@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+import os
+import secrets
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import pytest
 import torch
-from hypothesis import given, settings
+from fixtures.cut_tensors import local_of, local_of_fsdp
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptd.client import InvalidRequest, optimizer_merge, rng
 from ckptd.client.fetched import FetchedPiece
-from ckptd.client.placements import LocalBox, boxes_of_placements, chunk
+from ckptd.client.placements import LocalBox, _is_by_fsdp, boxes_of_placements
 from ckptd.client.resharding import Gathered
 from ckptd.client.restored import Question
 from ckptd.client.selecting import ChosenTargets, choice
+from ckptd.client.sharding import Pieces
 from ckptd.client.stored import Elsewhere, Stored
 from ckptd.client.stored_boxes import StoredBoxes
 from ckptd.client.targets import ObjectKey, Targets, Wanted
@@ -46,45 +54,111 @@ def row(name: str, shape: tuple[int, ...], box: LocalBox | None = None, scope: i
     )
 
 
+Mesh: TypeAlias = tuple[tuple[int, ...], tuple[Placement, ...], list[Pieces]]
+"""Sizes, placements, and what every rank holds."""
+EXAMPLES = 300
+
+
 @st.composite
-def meshes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[tuple[LocalBox, ...]]:
-    """Draw a mesh with placements; return the boxes of every rank."""
+def meshes(draw: st.DrawFn, whole: torch.Tensor) -> Mesh:
+    """Draw a mesh with placements; cut the tensor with torch's own operations and return what every rank holds."""
+    shape = tuple(whole.shape)
     sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
-    kinds: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
-    placements = tuple(draw(st.sampled_from(kinds)) for _ in sizes)
+    placements: list[Placement] = []
+    for axis in reversed(range(len(sizes))):
+        dims = st.sampled_from(range(len(shape))) if shape else st.nothing()
+        # As FSDP2 writes it: as many strides as the axes to the right make shards of the dimension; else any number.
+        right = {
+            dim: math.prod(n for n, p in zip(sizes[axis + 1 :], placements, strict=True) if _dim(p) == dim)
+            for dim in range(len(shape))
+        }
+        strided = st.tuples(dims, st.integers(0, 3)).map(functools.partial(_strided, right))
+        placements.insert(0, draw(st.just(Replicate()) | dims.map(Shard) | dims.map(Shard) | strided))
+    by_fsdp = any(hasattr(each, "split_factor") for each in placements) and _is_by_fsdp(sizes, tuple(placements))
     held = []
-    for coordinate in itertools.product(*map(range, sizes)):
-        local = list(shape)
-        for size, at, placement in zip(sizes, coordinate, placements, strict=True):
-            if isinstance(placement, Shard):
-                local[placement.dim] = chunk(local[placement.dim], size, at)[1]
-        boxes = boxes_of_placements(shape, sizes, coordinate, placements, tuple(local))
-        held.append(boxes if math.prod(local) else ())
-    return held
+    for at in itertools.product(*map(range, sizes)):
+        local = (local_of_fsdp if by_fsdp else local_of)(whole, sizes, at, tuple(placements))
+        boxes = boxes_of_placements(shape, sizes, at, tuple(placements), tuple(local.shape))
+        held.append(Pieces(whole.dtype, shape, boxes if local.numel() else (), local))
+    return sizes, tuple(placements), held
 
 
-@given(data=st.data(), shape=st.lists(st.integers(1, 7), max_size=3).map(tuple))
-@settings(max_examples=300, deadline=None)
-def test_any_mesh_is_read_out_of_any_other(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Every rank of the second mesh holds exactly its elements, whatever the shapes, meshes and placements."""
-    whole = torch.arange(1, 1 + math.prod(shape), dtype=torch.int32).reshape(shape)
+def _strided(right: dict[int, int], pair: tuple[int, int]) -> Placement:
+    dim, factor = pair
+    return _StridedShard(dim, split_factor=factor or right[dim])
+
+
+def _dim(placement: Placement) -> int | None:
+    return getattr(placement, "dim", None)
+
+
+def features(mesh: Mesh) -> Iterator[str]:
+    """Yield what there is about a mesh that a cut can get wrong."""
+    sizes, placements, held = mesh
+    real = [placement for size, placement in zip(sizes, placements, strict=True) if size > 1]
+    cut = [_dim(placement) for placement in real if not isinstance(placement, Replicate)]
+    if len(cut) < len(real):
+        yield "replicas"
+    if any(hasattr(placement, "split_factor") for placement in real):
+        yield "a strided shard"
+    if len(set(cut)) < len(cut):
+        yield "several axes on one dimension"
+    if len({pieces.local.shape for pieces in held}) > 1:
+        yield "uneven shards"
+    if not all(pieces.local.numel() for pieces in held):
+        yield "shards without elements"
+    if any(len(pieces.boxes) > 1 for pieces in held):
+        yield "several boxes on a rank"
+
+
+def test_any_mesh_is_read_out_of_any_other() -> None:
+    """Every rank of the second mesh holds exactly its elements, whatever the shapes, meshes and placements.
+
+    Prints its seed and what it tried; CKPTD_TEST_SEED tries the same again.
+    """
+    number = int(os.environ.get("CKPTD_TEST_SEED") or secrets.randbelow(1 << 32))
+    tried: Counter[str] = Counter()
+
+    @seed(number)
+    @settings(max_examples=EXAMPLES, deadline=None, database=None)
+    @given(data=st.data(), shape=st.lists(st.integers(1, 7), max_size=3).map(tuple))
+    def read(data: st.DataObject, shape: tuple[int, ...]) -> None:
+        whole = torch.arange(1, 1 + math.prod(shape), dtype=torch.int32).reshape(shape)
+        pair = [data.draw(meshes(whole)) for _ in range(2)]
+        tried.update(["pairs", *features(pair[0]), *features(pair[1])])
+        check(whole, *(held for _, _, held in pair))
+
+    try:
+        read()
+    finally:
+        print(f"CKPTD_TEST_SEED={number}: {dict(tried)}")  # noqa: T201 - the replay line
+    assert tried["pairs"] >= EXAMPLES
+    assert len(tried) == 7
+    assert min(tried.values()) >= EXAMPLES // 60, tried
+
+
+def check(whole: torch.Tensor, stored_on: list[Pieces], wanted_on: list[Pieces]) -> None:
+    """Stage the tensor on one mesh, and read it out on another."""
+    shape = tuple(whole.shape)
     sections, streams = {}, {}
     written: dict[Box, int] = {}
-    for rank, boxes in enumerate(data.draw(meshes(shape))):
-        rows = [row("t", shape, box) for box in boxes]
+    for rank, pieces in enumerate(stored_on):
+        rows = [row("t", shape, box) for box in pieces.boxes]
         writer = [written.setdefault(each.box, rank) for each in rows]
         table = shard_table.build(rows)
         layout = stream_layout(rank, table, writer)
         sections[rank] = RankSection(rank=rank, shards=table, writer=writer, stream_offset=layout.offsets)
         stream = torch.zeros(layout.data_bytes, dtype=torch.uint8)
-        for box, owner, at in zip(boxes, writer, layout.offsets, strict=True):
+        for view, owner, at in zip(pieces.views(), writer, layout.offsets, strict=True):
             if owner == rank:
-                content = part(whole, box).contiguous().reshape(-1).view(torch.uint8)
+                content = view.contiguous().reshape(-1).view(torch.uint8)
                 stream[at : at + content.numel()] = content
         streams[rank] = stream
     stored = StoredRows(sections)
-    for boxes in data.draw(meshes(shape)):
-        wanted = [Wanted(row=row("t", shape, box), view=torch.zeros(box.length, dtype=torch.int32)) for box in boxes]
+    for pieces in wanted_on:
+        wanted = [
+            Wanted(row=row("t", shape, box), view=torch.zeros(box.length, dtype=torch.int32)) for box in pieces.boxes
+        ]
         for piece in stored.pieces(shard_table.build(one.row for one in wanted), None):
             offset, length = piece.source
             one = FetchedPiece(
@@ -92,8 +166,10 @@ def test_any_mesh_is_read_out_of_any_other(data: st.DataObject, shape: tuple[int
             )
             assert one.nbytes == piece.nbytes
             one.target().copy_(one.source(streams[piece.rank][one.at : one.at + one.nbytes]))
-        for box, one_wanted in zip(boxes, wanted, strict=True):
+        # What torch's own cut gives this rank, and what the box says of the whole tensor: they must be one.
+        for box, view, one_wanted in zip(pieces.boxes, pieces.views(), wanted, strict=True):
             assert torch.equal(one_wanted.view, part(whole, box))
+            assert torch.equal(one_wanted.view, view)
 
 
 def part(whole: torch.Tensor, box: LocalBox) -> torch.Tensor:

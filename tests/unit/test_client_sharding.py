@@ -9,8 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures.cut_tensors import chunked, local_of
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -19,28 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckptd.client.errors import InvalidRequest
 from ckptd.client.placements import _is_by_fsdp, boxes_of_placements
 from ckptd.client.sharding import Pieces, Sharded, pieces_of
-
-
-def chunked(tensor: torch.Tensor, parts: int, dim: int) -> list[torch.Tensor]:
-    """Return torch.chunk's pieces, filled up with empty ones: what torch's own Shard does."""
-    found = list(torch.chunk(tensor, parts, dim))
-    empty = tensor.narrow(dim, 0, 0)
-    return found + [empty] * (parts - len(found))
-
-
-def local_of(
-    whole: torch.Tensor, mesh: tuple[int, ...], at: tuple[int, ...], placements: tuple[Placement, ...]
-) -> torch.Tensor:
-    """Return the local tensor at a coordinate, cut by torch's own operations, left to right."""
-    local = whole
-    for axis, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            continue
-        dim = placement.dim  # type: ignore[attr-defined]
-        stride = getattr(placement, "split_factor", 1)
-        outer = chunked(local, stride, dim)
-        local = torch.cat([chunked(piece, mesh[axis], dim)[at[axis]] for piece in outer], dim)
-    return local
+from ckptd.client.tracking import Tracking
 
 
 @st.composite
@@ -162,6 +143,58 @@ def test_a_partial_tensor_is_refused_with_its_key(world: int) -> None:
     with pytest.raises(InvalidRequest, match=r"model/w.*Partial") as caught:
         pieces_of(tensor, "model/w")
     assert caught.value.key == "model/w"
+
+
+class OwnDTensor(DTensor):
+    """A distributed tensor that may mean something else."""
+
+
+def local_kinds() -> dict[str, tuple[torch.Tensor, str]]:
+    """Return local tensors of eight elements whose bytes are not their values, and what is said of them."""
+    freed = torch.ones(1)
+    freed.untyped_storage().resize_(0)
+    return {
+        "meta": (torch.ones(1, device="meta"), "on the meta device"),
+        "freed": (freed, "whose memory was freed"),
+        "subclass": (torch.ones(1).as_subclass(Own), "of the subclass .*Own"),
+        "waits": (AsyncCollectiveTensor(torch.ones(1)), "of the subclass .*AsyncCollectiveTensor"),
+    }
+
+
+class Own(torch.Tensor):
+    """A tensor that may mean something else."""
+
+
+def test_a_distributed_tensor_of_another_kind_is_refused(world: int) -> None:
+    """A subclass, and one whose local tensor is none whose bytes are its value: by key and kind."""
+    mesh = DeviceMesh("cpu", torch.arange(world))
+    odd = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False)
+    odd.__class__ = OwnDTensor
+    with pytest.raises(InvalidRequest, match=r"of the subclass .*OwnDTensor"):
+        pieces_of(odd, "w")
+    for local, kind in local_kinds().values():
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        with pytest.raises(InvalidRequest, match=f"model/w: a tensor {kind}") as caught:
+            pieces_of(tensor, "model/w")
+        assert caught.value.key == "model/w"
+
+
+def test_one_memory_held_in_several_ways_is_no_tie(world: int) -> None:
+    """As a shard, as a replica and as a plain tensor it has other values; held alike twice it has one."""
+    mesh = DeviceMesh("cpu", torch.arange(world))
+    local = torch.ones(2)
+
+    def held(*placements: Placement) -> DTensor:
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+
+    module = torch.nn.Module()
+    for name, tensor in {"a": held(Shard(0)), "b": held(Replicate()), "c": local, "d": held(Shard(0))}.items():
+        module.register_buffer(name, tensor)
+    tracking = Tracking()
+    tracking.add("m", module)
+    layout = tracking.collect(None).layout
+    assert [(row.name, row.global_shape) for row in layout.rows] == [("m/a", (16,)), ("m/b", (2,)), ("m/c", (2,))]
+    assert (list(layout.aliases.alias), list(layout.aliases.target)) == (["m/d"], ["m/a"])
 
 
 def test_a_local_tensor_that_does_not_fit_is_refused(world: int) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import ChainMap, Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +46,59 @@ def test_graft_keeps_the_containers_and_replaces_the_content() -> None:
     assert target == {"list": [9], "deep": {"x": 5, "y": 6}, "new": (1,)}
     assert target["list"] is inner
     assert target["deep"] is deep
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"b": 2, "a": 1},
+        OrderedDict(b=2, a=1),
+        Counter("ab"),
+        defaultdict(int, {"b": 2, "a": 1}),
+        {True: "x", 0: "y"},
+        {1.0: "x", False: "y"},
+        [1, {"b": 2, "a": 1}],
+        (1, 2),
+        5,
+    ],
+    ids=repr,
+)
+def test_graft_gives_types_keys_and_order_of_what_was_stored(stored: Any) -> None:
+    """Whatever stands there: another type is replaced; of its own type it is the same object with that content."""
+    stands: list[Any] = [
+        {"a": 0, "b": 0, "c": 0},
+        OrderedDict(a=0, b=0),
+        Counter("abc"),
+        defaultdict(set, {"a": 0}),
+        {1: 0, 0: 1},
+        [0, {"a": 0, "b": 0}, 3],
+        (0,),
+        bytearray(b"ab"),
+        deque([1, 2]),
+        None,
+    ]
+    for target in stands:
+        out = graft(target, stored)
+        assert type(out) is type(stored)
+        assert repr(list(out.items()) if isinstance(out, dict) else out) == repr(
+            list(stored.items()) if isinstance(stored, dict) else stored
+        )
+        assert (out is target) == (type(target) is type(stored) and isinstance(stored, dict | list))
+
+
+def test_a_mapping_of_a_type_that_is_never_stored_is_filled() -> None:
+    """Such a thing can only stand where a dict was saved: a configuration, say, that the script reads."""
+    target: ChainMap[str, int] = ChainMap({"a": 1, "b": 2})
+    assert graft(target, {"b": 5, "c": 6}) is target
+    assert dict(target) == {"b": 5, "c": 6}
+
+
+def test_a_key_that_cannot_be_spelled_has_a_component() -> None:
+    """Long integers in tuples, which Python refuses to write, and keys whose own code raises."""
+
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError("no")
+
+    assert component((10**5000,)) == "%k<tuple>"
+    assert component(Mute()).endswith("Mute>")

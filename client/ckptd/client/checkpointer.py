@@ -35,6 +35,7 @@ from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver
 from .selecting import Choice, choice
+from .state import check_text
 from .tracking import Trackable, Tracking
 
 log = logging.getLogger("ckptd.client")
@@ -216,7 +217,7 @@ class Checkpointer:
             CkptdError: of the last failure, when max_failed_saves saves in a row have failed.
         """
         number = _checked_step(step)
-        values = {str(name): _checked_number(name, value) for name, value in (metrics or {}).items()}
+        values = {str(name): _checked_number(str(name), value) for name, value in (metrics or {}).items()}
         with self._alone("save"):
             self._ledger.report()
             self._ledger.check_failures(self._config.max_failed_saves)
@@ -413,16 +414,19 @@ def _checked_drop(drop: Sequence[str]) -> tuple[str, ...]:
 
 
 def _checked_number(name: str, value: float) -> float:
+    check_text(name)
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise InvalidRequest(f"metrics[{name!r}] = {value!r} is no number", key=name) from None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise InvalidRequest(f"metrics[{name!r}] is no number that a float can hold", key=name) from None
 
 
 def _checked_tags(tags: Mapping[str, str]) -> dict[str, str]:
     for name, text in tags.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise InvalidRequest(f"tags[{name!r}] = {text!r} is no text", key=str(name))
+        check_text(name)
+        check_text(text)
     return dict(tags)
 
 

@@ -6,6 +6,7 @@ memory. Does not own: what is copied where. Invariant: on return every target ho
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -25,7 +26,7 @@ _Result = TypeVar("_Result")
 
 def _raw_dtypes() -> frozenset[torch.dtype]:
     # torch cannot copy numbers below eight bits, and makes every bool that is not 0 a 1.
-    below_a_byte = [f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)]
+    below_a_byte = [*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "float4_e2m1fn_x2"]
     return frozenset([torch.bool, *(getattr(torch, name) for name in below_a_byte if hasattr(torch, name))])
 
 
@@ -36,6 +37,12 @@ _RAW = _raw_dtypes()
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor, or a view of it whose copy has the same bits."""
     return tensor.view(torch.uint8) if tensor.dtype in _RAW else tensor
+
+
+def writing(target: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Return the mode in which a live tensor may be written in place, on any thread."""
+    # What was made in inference mode takes no writes outside of it.
+    return torch.inference_mode() if target.is_inference() else torch.no_grad()
 
 
 class Destinations:
@@ -53,7 +60,8 @@ class Destinations:
         self.single: list[tuple[int, torch.Tensor, int]] = []
         for row, target in enumerate(tensors):
             size, into = target.numel() * target.element_size(), copyable(target)
-            if size >= _LARGE or into.is_conj() or into.is_neg():  # the batched call takes no such target
+            # The batched call takes no such target.
+            if size >= _LARGE or into.is_conj() or into.is_neg() or into.is_inference():
                 self.single.append((row, into, size))
                 continue
             if into is not target:
@@ -133,6 +141,5 @@ def _pieces(target: torch.Tensor, source: torch.Tensor, size: int) -> list[Pair]
 
 
 def _copy(pair: Pair) -> None:
-    # no_grad is a thread's own.
-    with torch.no_grad():
+    with writing(pair[0]):
         pair[0].copy_(pair[1])

@@ -108,10 +108,10 @@ class CkptdError(Exception):
         """Return the message that carries this error to an agent."""
         made = Error(
             reason=self.reason,
-            message=self.message,
-            hint=self.hint,
+            message=_writable(self.message),
+            hint=_writable(self.hint),
             node=self.node,
-            object=self.key,
+            object=_writable(self.key),
             phase=self.phase,
             ranks=self.ranks,
         )
@@ -120,6 +120,11 @@ class CkptdError(Exception):
         if self.rank is not None:
             made.rank = self.rank
         return made
+
+
+def _writable(text: str) -> str:
+    """Return the text as UTF-8 can hold it: names of things may be what no message can say."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class InvalidRequest(CkptdError):  # noqa: N818 - named by the reaction

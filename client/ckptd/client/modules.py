@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
-from .sharding import is_tensor_leaf, memory_of
+from .sharding import checked, is_out_of_reach, is_tensor_leaf, memory_of
 from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
 from .targets import Targets
@@ -59,28 +59,29 @@ class TrackedModule:
         self._scope = SCOPE_PER_RANK if per_rank else SCOPE_GLOBAL
         self._raw_keys: list[tuple[str, ...]] = [() for _ in self._modules]
         self._names: list[list[str]] = [[] for _ in self._modules]
+        self._extra: list[frozenset[str]] = [frozenset() for _ in self._modules]
         self.seen: SeenModule | None = None
         """The same object as after the save before exactly when nothing about the module changed; None: not known."""
 
-    def _found(self) -> Iterator[tuple[nn.Module, Mapping[str, Any], list[str]]]:
-        """Yield each module with its state_dict of live values, and their canonical names."""
+    def _found(self) -> Iterator[tuple[nn.Module, Mapping[str, Any], list[str], frozenset[str]]]:
+        """Yield each module with its state_dict of live values, their canonical names, and the keys of extra state."""
         for position, module in enumerate(self._modules):
             with torch.no_grad():
                 # The state_dict hooks run: FSDP2 needs them, to give its sharded parameters and not gathered ones.
                 found: Mapping[str, Any] = module.state_dict(keep_vars=True)
             keys = tuple(found)
             if keys != self._raw_keys[position]:
-                self._check_live(module, found)
+                self._extra[position] = self._extra_keys(module, found)
                 self._names[position] = self._canonical(module, keys)
                 self._raw_keys[position] = keys
                 self.seen = None
-            yield module, found, self._names[position]
+            yield module, found, self._names[position], self._extra[position]
 
-    def _entries(self) -> Iterator[tuple[nn.Module, str, str, Any]]:
-        """Yield module, key of its state_dict, canonical name, live value."""
-        for module, found, names in self._found():
+    def _entries(self) -> Iterator[tuple[nn.Module, str | None, str, Any]]:
+        """Yield module, key of its state_dict where that is extra state, canonical name, live value."""
+        for module, found, names, extra in self._found():
             for (key, value), name in zip(found.items(), names, strict=True):
-                yield module, key, name, value
+                yield module, key if key in extra else None, name, value
 
     def _canonical(self, module: nn.Module, keys: Sequence[str]) -> list[str]:
         """Return torch's canonical names of `keys`: without the parts that DDP, compile and wrappers add."""
@@ -96,16 +97,22 @@ class TrackedModule:
             )
         return names
 
-    def _check_live(self, module: nn.Module, found: Mapping[str, Any]) -> None:
+    def _extra_keys(self, module: nn.Module, found: Mapping[str, Any]) -> frozenset[str]:
+        """Return the keys of extra state; everything else is a live tensor, whatever it is called."""
         live = {id(tensor) for tensor in module.parameters()} | {id(tensor) for tensor in module.buffers()}
         for key, value in found.items():
-            if id(value) not in live and not key.endswith(_EXTRA_STATE):
+            if isinstance(value, torch.Tensor) and is_out_of_reach(value):
+                checked(value, f"{self.name}/{component(key)}")  # torch cannot name the entries of such a module
+        others = [key for key, value in found.items() if id(value) not in live]
+        for key in others:
+            if key.rpartition(".")[2] != _EXTRA_STATE:
                 raise InvalidRequest(
                     f"{self.name}/{key}: an entry of the module's state_dict that is neither a parameter nor a buffer of it",
                     hint="a state_dict hook made it, so it could not be restored in place; track the module as an object "
                     "with state_dict() and load_state_dict() of its own",
                     key=f"{self.name}/{key}",
                 )
+        return frozenset(others)
 
     def parameter_names(self, collector: Collector) -> Iterator[tuple[torch.Tensor, ParameterName]]:
         """Yield parameters with their names; a tied one comes once, under its first name."""
@@ -120,17 +127,21 @@ class TrackedModule:
     def collect(self, collector: Collector) -> None:
         """Collect parameters, buffers and extra state."""
         found = list(self._found())
-        values = [value for _, mapping, _ in found for value in mapping.values()]
+        values = [value for _, mapping, _, _ in found for value in mapping.values()]
         if self._repeat(collector, values):
             return
         self.seen, mark = None, collector.mark()
         owners: dict[tuple[object, ...], str] = {}
         extra: dict[str, object] = {}
         own: list[int] = []
-        entries = ((key, name) for _, mapping, names in found for key, name in zip(mapping, names, strict=True))
-        for at, ((key, name), value) in enumerate(zip(entries, values, strict=True)):
+        entries = (
+            (key in extras, name)
+            for _, mapping, names, extras in found
+            for key, name in zip(mapping, names, strict=True)
+        )
+        for at, ((is_extra, name), value) in enumerate(zip(entries, values, strict=True)):
             full = f"{self.name}/{component(name)}"
-            if key.endswith(_EXTRA_STATE):
+            if is_extra:
                 extra[name] = encode(value, full, is_tensor=is_tensor_leaf, tensor=self._extra_tensor(collector))
                 continue
             owner = owners.setdefault(memory_of(value), full)
@@ -172,7 +183,7 @@ class TrackedModule:
         extra = False
         for _, key, name, value in self._entries():
             full = f"{self.name}/{component(name)}"
-            if key.endswith(_EXTRA_STATE):
+            if key is not None:
                 extra = True
                 for below in stored.names_below(full):
                     targets.fresh(below)
@@ -188,12 +199,12 @@ class TrackedModule:
 
     def extra_names(self) -> list[str]:
         """Return the canonical names of the submodules' extra states."""
-        return [name for _, key, name, _ in self._entries() if key.endswith(_EXTRA_STATE)]
+        return [name for _, key, name, _ in self._entries() if key is not None]
 
     def load(self, value: object) -> None:
         """Hand the extra state to the submodules it came from. Tensors were filled in place."""
         if not isinstance(value, dict):
             return
         for module, key, name, _ in list(self._entries()):
-            if key.endswith(_EXTRA_STATE) and name in value:
+            if key is not None and name in value:
                 module.get_submodule(key.removesuffix(_EXTRA_STATE).rstrip(".")).set_extra_state(value[name])

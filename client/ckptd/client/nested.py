@@ -72,6 +72,18 @@ def _fill_empty(live: dict[str, object], names: list[str], targets: Targets) -> 
             targets.fill(name, live[name], scope=default_scope(leaf))
 
 
+def _made_like(leaf: object) -> object | None:
+    """Return fresh memory held as `leaf` is, where nothing stored would say how: as a piece, said to be a rank's own."""
+    inner = per_rank_value(leaf)
+    made: object | None = None
+    with torch.no_grad():
+        if isinstance(inner, Sharded):
+            made = Sharded(torch.empty_like(inner.tensor), inner.global_shape, inner.offsets)
+        elif isinstance(inner, DTensor) and isinstance(leaf, PerRank):
+            made = torch.empty_like(inner)
+    return PerRank(made) if made is not None and isinstance(leaf, PerRank) else made
+
+
 class TrackedStateful:
     """An object with `state_dict()` and `load_state_dict()`."""
 
@@ -90,10 +102,11 @@ class TrackedStateful:
         like = _live_leaves(self.name, self._thing.state_dict())
         _fill_empty(like, names, targets)
         for name in names:
-            leaf = per_rank_value(like.get(name))
-            if isinstance(leaf, Sharded):
-                targets.fill(name, Sharded(torch.empty_like(leaf.tensor), leaf.global_shape, leaf.offsets))
+            made = _made_like(like.get(name))
+            if made is not None:
+                targets.fill(name, made, scope=default_scope(made))
             else:
+                leaf = like.get(name)
                 targets.fresh(name, like=leaf if isinstance(leaf, DTensor) else None)
         targets.fresh_own(self.name)
         targets.object(self.name)
@@ -122,7 +135,9 @@ class TrackedValue:
 
     def prepare(self, stored: Stored, targets: Targets) -> None:
         """Ask for all that is stored: in place where a fitting tensor stands, else into fresh tensors."""
-        live = _live_leaves(self.name, self._holder[self._key])
+        held = self._holder[self._key]
+        is_own = isinstance(held, PerRank) and not is_tensor_leaf(held)
+        live = _live_leaves(self.name, per_rank_value(held) if is_own else held)
         names = stored.names_below(self.name)
         _fill_empty(live, names, targets)
         for name in names:
@@ -130,14 +145,18 @@ class TrackedValue:
             if leaf is None:
                 targets.fresh(name)
             else:
-                targets.fill(name, leaf, scope=default_scope(per_rank_value(leaf)))
+                targets.fill(name, leaf, scope=SCOPE_PER_RANK if is_own else default_scope(per_rank_value(leaf)))
         targets.fresh_own(self.name)
         targets.object(self.name)
 
     def load(self, value: object) -> None:
         """Put the value into the mapping, keeping the containers that stand there."""
         held = self._holder[self._key]
-        self._holder[self._key] = value if isinstance(held, PerRank) else graft(held, value)
+        if isinstance(held, PerRank) and not is_tensor_leaf(held):
+            # What was said of the whole still holds with the next save.
+            self._holder[self._key] = PerRank(graft(held.value, value))
+        else:
+            self._holder[self._key] = graft(held, value)
 
 
 class TrackedRng:

@@ -6,9 +6,9 @@ appears that was not saved.
 
 A tensor that stands directly under a parameter's state is a shard and nothing more: its name says where it belongs.
 Everything else is in the object `<name>`: {"param_groups": hyperparameters with parameter names, "state": {parameter: {key:
-value}} for what is no tensor, "empty": {parameter: {key: dtype}} for shards without elements here, which have no row,
-"host": keys whose tensors stay on the host beside a parameter on a device, "local": keys that hold plain local tensors
-beside a DTensor}.
+value}} for what is no tensor, "empty": {parameter: {key: dtype}} for shards without elements here, which have no row
+((dtype, global shape) where that is not the parameter's), "host": keys whose tensors stay on the host beside a parameter
+on a device, "local": keys that hold plain local tensors beside a DTensor}.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, empty
 from torch.optim import Optimizer
 
 from ckptd.protos import error_pb2
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, Value
 
 from . import optimizer_merge
+from .copying import writing
 from .errors import InvalidRequest
 from .modules import ParameterName
 from .sharding import Pieces, is_tensor_leaf, pieces_of
@@ -34,7 +35,7 @@ from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
 from .targets import Targets
 from .tree import component, split, text_key
-from .unchanged import Look, is_plain, looks_of, same_looks
+from .unchanged import Look, have_memory, is_plain, looks_of, same_looks
 from .values import encode
 
 Names = Mapping[int, ParameterName]
@@ -153,6 +154,7 @@ class TrackedOptimizer:
             with_state == len(state)
             and same_looks(unnamed, seen.looks)
             and same_looks(views, seen.state_looks)
+            and have_memory(views)
             and collector.repeat(seen.segment, views)
         )
 
@@ -252,7 +254,7 @@ class TrackedOptimizer:
             _groups(value, self.name)
         return optimizer_merge.merged(self.name, values, here)
 
-    def verify(self, value: object, names: Names) -> None:
+    def verify(self, value: Any, names: Names) -> None:
         """Check the stored groups against the optimizer's, before anything is touched.
 
         Raises:
@@ -260,8 +262,10 @@ class TrackedOptimizer:
         """
         stored = _groups(value, self.name)
         here: list[set[str]] = [set() for _ in self._optimizer.param_groups]
-        for number, _, name, _ in self._parameters(names):
+        for number, parameter, name, _ in self._parameters(names):
             here[number].add(name)
+            for key, look in value["empty"].get(name, {}).items():
+                self._check_empty(parameter, self._state_name(name, key), key, look)
         there = [set(group["params"]) for group in stored]
         if here == there:
             return
@@ -277,6 +281,28 @@ class TrackedOptimizer:
             phase="restore",
         )
 
+    def _empty(self, parameter: torch.Tensor, key: str, look: Any) -> object:
+        """Return a shard without elements here: the one that stands there, or one made like the parameter."""
+        dtype, shape = look if isinstance(look, tuple) else (look, parameter.shape)
+        live = self._optimizer.state.get(parameter, {}).get(key)
+        if is_tensor_leaf(live):
+            pieces = pieces_of(live, key)
+            if not pieces.boxes and (pieces.dtype, pieces.global_shape) == (dtype, tuple(shape)):
+                return live
+        if shape == parameter.shape or not isinstance(parameter, DTensor):
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return empty(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+
+    def _check_empty(self, parameter: torch.Tensor, name: str, key: str, look: Any) -> None:
+        if pieces_of(self._empty(parameter, key, look), name).boxes:
+            raise InvalidRequest(
+                f"{name}: stored is a shard without elements on this rank, and nothing here says how to hold it",
+                reason=error_pb2.REASON_LAYOUT_MISMATCH,
+                hint="make the optimizer's state before the restore",
+                key=name,
+                phase="restore",
+            )
+
     def load(self, value: Any, tensors: Mapping[str, object], names: Names) -> None:
         """Put state and hyperparameters in place; state that was not saved goes away.
 
@@ -287,13 +313,15 @@ class TrackedOptimizer:
         direct: dict[str, dict[str, Any]] = {}
         for name, tensor in tensors.items():
             if name.startswith(f"{prefix}/") and len(parts := split(name)[depth:]) == 2:
-                direct.setdefault(text_key(parts[0]) or "", {})[text_key(parts[1]) or ""] = tensor
+                parameter_name, key = map(text_key, parts)
+                if parameter_name is not None and key is not None:  # other keys are in the object
+                    direct.setdefault(parameter_name, {})[key] = tensor
         host, local = set(value["host"]), set(value["local"])
         for _, parameter, name, _ in self._parameters(names):
             held = direct.get(name, {})
             with torch.no_grad():
-                for key, dtype in value["empty"].get(name, {}).items():
-                    held.setdefault(key, torch.empty_like(parameter, dtype=dtype, requires_grad=False))
+                for key, look in value["empty"].get(name, {}).items():
+                    held.setdefault(key, self._empty(parameter, key, look))
             state: dict[Any, Any] = {
                 key: _placed(tensor, parameter, on_host=key in host, is_local=key in local)
                 for key, tensor in held.items()
@@ -310,9 +338,11 @@ class TrackedOptimizer:
                 if key == "params":
                     continue
                 live = group.get(key)
-                if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor) and live.shape == found.shape:
-                    with torch.no_grad():
+                if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor) and _looks_alike(live, found):
+                    with writing(live):
                         live.copy_(found)
+                elif isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor):
+                    group[key] = found.to(live.device)
                 else:
                     group[key] = found
 
@@ -322,7 +352,7 @@ class _Held:
     """What names and shards do not say of an optimizer's state; see the module."""
 
     state: dict[str, dict[Any, Value]] = field(default_factory=dict)
-    empty: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
+    empty: dict[str, dict[str, torch.dtype | tuple[torch.dtype, torch.Size]]] = field(default_factory=dict)
     host: set[str] = field(default_factory=set)
     local: set[str] = field(default_factory=set)
 
@@ -340,12 +370,19 @@ class _Held:
             self.local.add(key)
             pieces = Pieces(pieces.dtype, of_parameter.global_shape, of_parameter.boxes, pieces.local)
         if not pieces.boxes:
-            self.empty.setdefault(name, {})[key] = pieces.dtype
+            is_alike = pieces.global_shape == tuple(parameter.shape)
+            look = pieces.dtype if is_alike else (pieces.dtype, torch.Size(pieces.global_shape))
+            self.empty.setdefault(name, {})[key] = look
         return pieces, scope
 
     def as_value(self) -> dict[str, object]:
         """Return it as a value that can be stored."""
         return {"state": self.state, "empty": self.empty, "host": sorted(self.host), "local": sorted(self.local)}
+
+
+def _looks_alike(live: torch.Tensor, found: torch.Tensor) -> bool:
+    # Of another dtype the copy would be a conversion.
+    return live.shape == found.shape and live.dtype == found.dtype and type(live) is type(found)
 
 
 def _groups(value: Any, name: str) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from .journal import Journal
 from .link import Attachment, Link, SessionLostError
 from .mesh import Topology
 from .restored import BadStep, Question, Restored
-from .restored_files import RestoredFiles, SharedFiles, StreamedFiles
+from .restored_files import RestoredFiles, SharedFiles, StreamedFiles, read_all
 from .stored import StoredParts
 from .targets import Targets
 from .tracking import Tracking
@@ -150,10 +150,12 @@ class Restorer:
                 unexpected = restoring.targets.here(unused)
             files = self._files(attachment, deadline)
             failpoint("client.before_copy_in")
-            # Own tensors of other ranks go into fresh memory; what is decoded may depend on them.
-            self._fill([piece for piece in fetched.pieces if piece.wanted.rank is not None], files)
+            # Some go into fresh memory: other ranks' own, which what is decoded may depend on, and what is to share
+            # memory here. Checks come between these and the live tensors.
+            self._fill([piece for piece in fetched.pieces if piece.wanted.is_fresh], files)
             restoring.decode({key: files.read(*place).numpy().tobytes() for key, place in fetched.objects.items()})
-            self._fill([piece for piece in fetched.pieces if piece.wanted.rank is None], files)
+            restoring.targets.check_shared()
+            self._fill([piece for piece in fetched.pieces if not piece.wanted.is_fresh], files)
         except Exception as failure:
             text = f"rank {self._topology.rank}: {type(failure).__name__}: {failure}"
             told = failure if isinstance(failure, CkptdError) else CkptdError(text, rank=self._topology.rank)
@@ -239,7 +241,8 @@ class Restorer:
     def _fill(self, pieces: list[FetchedPiece], files: RestoredFiles) -> None:
         held = [piece for piece in pieces if piece.nbytes]
         targets = [piece.target() for piece in held]
-        sources = [piece.source(files.read(piece.path, piece.at, piece.nbytes)) for piece in held]
+        read = read_all(files, [(piece.path, piece.at, piece.nbytes) for piece in held])
+        sources = [piece.source(data) for piece, data in zip(held, read, strict=True)]
         with torch.no_grad():
             self._copier.copy(targets, sources)
 

@@ -14,6 +14,7 @@ import torch
 
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL
 
+from .copying import writing
 from .differences import tied
 from .errors import InvalidRequest
 from .mapping import Names, RenamedStored, Renaming
@@ -88,6 +89,7 @@ class ChosenTargets(Targets):
         modules: Names of the modules tracked here.
         others: Names of everything else tracked here but optimizers.
         optimizers: Optimizers tracked here, see `RenamedStored`.
+        apart: See `Targets`.
         hooks: See `Targets`.
         dropped: See `Targets`.
 
@@ -105,14 +107,16 @@ class ChosenTargets(Targets):
         modules: Iterable[str],
         others: Iterable[str],
         optimizers: Mapping[str, Mapping[str, str]],
+        apart: Mapping[str, int] | None = None,
         hooks: ReshardHooks | None = None,
         dropped: Sequence[str] = (),
     ) -> None:
         self._renamed = None if chosen.names is None else RenamedStored(stored, chosen.names, optimizers)
-        super().__init__(self._renamed or stored, scope_of, hooks=hooks, dropped=dropped)
+        super().__init__(self._renamed or stored, scope_of, apart, hooks=hooks, dropped=dropped)
         self._chosen = chosen
         self._modules, self._optimizers = frozenset(modules), frozenset(optimizers)
         self._casts: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._casts_apart: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._cast_from: dict[int, torch.dtype] = {}
         """id of a live tensor, which stays alive in `tensors` or `_tied`: the dtype it is stored in."""
         self._tied: list[object] = []
@@ -237,21 +241,31 @@ class ChosenTargets(Targets):
     def _difference(self, source: str, pieces: Pieces, scope: int) -> str | None:
         return super()._difference(source, self._as_stored(source, pieces), scope)
 
-    def _want(self, source: str, pieces: Pieces) -> None:
+    def _want(self, source: str, pieces: Pieces, *, is_apart: bool = False) -> None:
         asked = self._as_stored(source, pieces)
         if asked is not pieces:
             made = torch.empty(pieces.local.shape, dtype=asked.dtype, device=pieces.local.device)
             asked = Pieces(asked.dtype, asked.global_shape, asked.boxes, made)
-            self._casts += zip(pieces.views(), asked.views(), strict=True)
-        super()._want(source, asked)
+            casts = self._casts_apart if is_apart else self._casts
+            casts += zip(pieces.views(), asked.views(), strict=True)
+        super()._want(source, asked, is_apart=is_apart)
+
+    def check_shared(self) -> None:
+        """See `Targets.check_shared`; what is cast for it goes into memory that is not live."""
+        _cast(self._casts_apart)
+        super().check_shared()
 
     def finish(self) -> None:
         """Cast what was fetched into its place. Everything has been verified."""
         super().finish()
-        with torch.no_grad():
-            for live, fetched in self._casts:
-                live.copy_(fetched)
-        self._casts.clear()
+        _cast(self._casts)
+
+
+def _cast(casts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for into, fetched in casts:
+        with writing(into):
+            into.copy_(fetched)
+    casts.clear()
 
 
 def _check_pattern(pattern: str, modules: frozenset[str], wholes: frozenset[str]) -> None:

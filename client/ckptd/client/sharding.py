@@ -8,11 +8,14 @@ view has its box's shape.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # torch does not list it
 
 from .errors import InvalidRequest
 from .placements import LocalBox, boxes_of_placements
@@ -82,10 +85,15 @@ def is_tensor_leaf(value: object) -> bool:
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local.is_nested or local.is_meta or local.layout is not torch.strided or not local.numel():
+    local, place = tensor, None
+    if type(tensor) is DTensor:
+        # The same memory as a shard and as a replica, or as a plain tensor, is not the same value.
+        local, place = tensor.to_local(), (tensor.shape, tensor.placements, tensor.device_mesh)
+    if refusal(local) is not None or not local.numel():
         return (id(tensor),)
-    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+    # A conjugate or negated view has its base's address, and other values.
+    view = (local.data_ptr(), local.dtype, local.shape, local.stride(), local.is_conj(), local.is_neg())
+    return (local.device, *view, place)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -112,7 +120,7 @@ def pieces_of(leaf: object, name: str) -> Pieces:
         leaf = leaf.value
     if isinstance(leaf, Sharded):
         return _pieces_of_sharded(leaf, name)
-    if isinstance(leaf, DTensor):
+    if type(leaf) is DTensor:
         return _pieces_of_dtensor(leaf, name)
     if not isinstance(leaf, torch.Tensor):
         raise InvalidRequest(f"{name}: {type(leaf).__qualname__} is no tensor", key=name)
@@ -123,7 +131,14 @@ def pieces_of(leaf: object, name: str) -> Pieces:
 
 def _pieces_of_sharded(leaf: Sharded, name: str) -> Pieces:
     local = checked(leaf.tensor, name)
-    shape, offsets, lengths = tuple(leaf.global_shape), tuple(leaf.offsets), tuple(local.shape)
+    try:
+        # Numpy's integers too; 2.0 would else be found in caches as 2, and the other way round.
+        shape, offsets = tuple(map(operator.index, leaf.global_shape)), tuple(map(operator.index, leaf.offsets))
+    except TypeError as error:
+        raise InvalidRequest(
+            f"{name}: global_shape and offsets of a Sharded must be integers: {error}", key=name
+        ) from None
+    lengths = tuple(local.shape)
     fits = len(shape) == len(offsets) == len(lengths) and all(
         min(offset, length, size - offset - length) >= 0
         for offset, length, size in zip(offsets, lengths, shape, strict=True)
@@ -161,33 +176,63 @@ PLAIN_TYPES: frozenset[type] = frozenset(
 """Types whose tensors mean what their elements say."""
 
 
+_DENSE = "store dense strided tensors on a real device"
+_INITIALISE = "run a batch through lazy modules before anything is saved or restored"
 _QUANTIZED: frozenset[torch.dtype] = frozenset(
     {torch.qint8, torch.qint32, torch.quint8, torch.quint4x2, torch.quint2x4}
 )
+
+
+def refusal(tensor: torch.Tensor) -> str | None:
+    """Return why the tensor's bytes are not its value; None where they are."""
+    kind = type(tensor)
+    found = None
+    if kind not in PLAIN_TYPES:
+        found = f"of the subclass {kind.__module__}.{kind.__qualname__}"
+    elif is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):  # noqa: SLF001 - nothing public says it
+        found = "inside a transform (torch.func, functionalization)"
+    elif tensor.is_nested:
+        found = "nested"
+    elif tensor.layout is not torch.strided:
+        found = f"of layout {str(tensor.layout).removeprefix('torch.')}"
+    elif tensor.is_quantized or tensor.dtype in _QUANTIZED:
+        found = f"quantized ({str(tensor.dtype).removeprefix('torch.')})"
+    elif tensor.is_meta:
+        found = "on the meta device and has no bytes"
+    elif tensor._is_zerotensor():  # noqa: SLF001 - as above
+        found = "of zeros that has no memory"
+    elif not _has_memory(tensor):
+        found = "whose memory was freed or made smaller"
+    return found
+
+
+def is_out_of_reach(tensor: torch.Tensor) -> bool:
+    """Say whether torch itself does nothing with the tensor here: it is of a lazy module, or of a transform that ended."""
+    return isinstance(tensor, UninitializedTensorMixin) or is_functorch_wrapped_tensor(tensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Say whether the storage reaches as far as the elements do: FSDP1 and the like resize storages to nothing."""
+    if not tensor.numel():
+        return True
+    last = tensor.storage_offset()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def checked(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return the tensor detached, if its bytes are its value.
 
     Raises:
-        InvalidRequest: meta, sparse, nested, quantized, or of a subclass with a meaning of its own.
+        InvalidRequest: meta, sparse, nested, quantized, without memory, inside a transform, or of a subclass with a
+            meaning of its own.
     """
-    kind = type(tensor)
-    refusal = None
-    if kind not in PLAIN_TYPES:
-        refusal = f"of the subclass {kind.__module__}.{kind.__qualname__}"
-    elif tensor.is_nested:
-        refusal = "nested"
-    elif tensor.layout is not torch.strided:
-        refusal = f"of layout {str(tensor.layout).removeprefix('torch.')}"
-    elif tensor.is_quantized or tensor.dtype in _QUANTIZED:
-        refusal = f"quantized ({str(tensor.dtype).removeprefix('torch.')})"
-    elif tensor.is_meta:
-        refusal = "on the meta device and has no bytes"
-    if refusal is not None:
+    found = refusal(tensor)
+    if found is not None:
         raise InvalidRequest(
-            f"{name}: a tensor {refusal} cannot be stored",
-            hint="store dense strided tensors on a real device",
+            f"{name}: a tensor {found} cannot be stored",
+            hint=_INITIALISE if isinstance(tensor, UninitializedTensorMixin) else _DENSE,
             key=name,
         )
     return tensor.detach()

@@ -110,6 +110,19 @@ class Segment:
     names: frozenset[str]
 
 
+def check_text(name: str) -> None:
+    """Refuse a name, or a text beside the state, that cannot be stored.
+
+    Raises:
+        InvalidRequest: it holds lone surrogates.
+    """
+    if not name.isascii():
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{name!r}: text with lone surrogates cannot be stored", key=name) from None
+
+
 class Collector:
     """Takes the state of one rank apart, save after save. Not thread-safe.
 
@@ -151,6 +164,8 @@ class Collector:
             )
         self._cut.names.add(name)
         known = self._known.get(name)
+        if known is None:
+            check_text(name)
         if (
             known is None
             or known.boxes is not pieces.boxes
@@ -189,6 +204,7 @@ class Collector:
 
     def alias(self, name: str, target: str) -> None:
         """Say that `name` shares the memory of `target`, which is collected."""
+        check_text(name)
         self._cut.names.add(name)
         self._cut.aliases.append((name, target))
 

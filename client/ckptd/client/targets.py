@@ -8,7 +8,7 @@ the box, dtype and shape of the view it will be copied into.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -19,13 +19,15 @@ from ckptd.protos import error_pb2
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
+from .copying import copyable, writing
 from .differences import misfit, other_beginning, tied
 from .errors import InvalidRequest
-from .overlapping import held, overlaps, settle
+from .overlapping import Settled, held, overlaps, settle, sharing
 from .patterns import matches
 from .placements import LocalBox
 from .reshard_hooks import ReshardHook, ReshardHooks
-from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of
+from .sharding import PerRank, Pieces, dtype_name, dtype_of, memory_of, pieces_of, refusal
+from .staging import plain_bytes
 from .stored import Stored
 
 _SCOPES: dict[int, str] = {SCOPE_GLOBAL: "a piece of a global tensor", SCOPE_PER_RANK: "each rank's own"}
@@ -39,6 +41,13 @@ class Wanted:
     view: torch.Tensor
     rank: int | None = None
     """Stored rank whose own it is, where a step of another mesh is read; the view is fresh memory then."""
+    is_apart: bool = False
+    """Whether the view is fresh memory that stands for a live tensor until `Targets.settle`."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether filling the view touches nothing live, and what is checked may depend on it."""
+        return self.rank is not None or self.is_apart
 
 
 def _describe(dtype: str, shape: Iterable[int]) -> str:
@@ -55,6 +64,8 @@ class Targets:
     Args:
         stored: What is there.
         scope_of: The collector's rule, so that a name has the same scope in a restore as in a save.
+        apart: Names whose live tensors share memory with those of other names, and the number of their group, see
+            `sharing`.
         hooks: Asked for tensors that were each rank's own on another mesh.
         dropped: Texts that choose tensors of modules, see `patterns`: these stay as they are here.
     """
@@ -63,6 +74,7 @@ class Targets:
         self,
         stored: Stored,
         scope_of: Callable[[str, object, int], int],
+        apart: Mapping[str, int] | None = None,
         *,
         hooks: ReshardHooks | None = None,
         dropped: Sequence[str] = (),
@@ -74,7 +86,7 @@ class Targets:
         self._live: set[str] = set()
         self.resharding: dict[str, tuple[ReshardHook, object | None]] = {}
         """Name: the hook that makes the tensor, and the live leaf that gets its value, if one stands already."""
-        self._resharded: list[tuple[object, torch.Tensor]] = []
+        self._resharded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.wanted: list[Wanted] = []
         self.objects: list[ObjectKey] = []
         self.tensors: dict[str, object] = {}
@@ -82,7 +94,10 @@ class Targets:
         self.missing: list[str] = []
         self.mismatched: dict[str, str] = {}
         self._dtypes_differ = False
-        self._overlapping: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._apart = apart or {}
+        self._filled: list[tuple[str, torch.Tensor]] = []
+        self._kept: list[tuple[str, torch.Tensor]] = []
+        self._overlapping: dict[str, list[Settled]] = {}
         self._claimed: set[str] = set()
         self._claimed_objects: set[str] = set()
         if dropped:
@@ -95,6 +110,7 @@ class Targets:
         """Ask for a live tensor to be filled in place."""
         self._live.add(name)
         if self._is_dropped(name):
+            self._keep(name, leaf)
             return
         pieces = pieces_of(leaf, name)
         source = name if name in self.stored.rows else self.stored.aliases.get(name)
@@ -109,13 +125,21 @@ class Targets:
         if source != name:
             self._claimed.add(name)
         if self._fits(name, source, pieces, self.scope_of(name, leaf, scope)):
-            if overlaps(pieces.local):
-                apart = torch.empty(pieces.local.shape, dtype=pieces.dtype, device=pieces.local.device)
-                self._overlapping[name] = [(held(leaf), apart)]
-                pieces = replace(pieces, local=apart)
-            self._want(source, pieces)
+            self._filled.append((name, pieces.local))
+            is_apart = name in self._apart or overlaps(pieces.local)
+            if is_apart:
+                pieces = replace(pieces, local=self._set_apart(name, leaf, pieces.local))
+            self._want(source, pieces, is_apart=is_apart)
         self._claimed.add(source)
         self.tensors[name] = leaf
+
+    def _keep(self, name: str, leaf: object) -> None:
+        """Note a live tensor that stays as it is, though what is filled may share its memory."""
+        local = held(leaf).detach()
+        if refusal(local) is None:
+            self._kept.append((name, local))
+            if name in self._apart:
+                _put(self._set_apart(name, leaf, local), local)
 
     def fits(self, name: str, leaf: object, *, scope: int) -> bool:
         """Say whether `leaf` could be filled from what is stored as `name`; asks for nothing."""
@@ -147,12 +171,12 @@ class Targets:
             self.mismatched[name] = difference
         return difference is None
 
-    def _want(self, source: str, pieces: Pieces) -> None:
+    def _want(self, source: str, pieces: Pieces, *, is_apart: bool = False) -> None:
         rows = {row.box: row for row in self.stored.rows[source]}
         first = self.stored.rows[source][0]
         for box, view in zip(pieces.boxes, pieces.views(), strict=True):
             row = rows.get((box.offset, box.length)) or _row_of(first, box, pieces.dtype)
-            self.wanted.append(Wanted(row=row, view=view))
+            self.wanted.append(Wanted(row=row, view=view, is_apart=is_apart))
 
     def drop(self, name: str) -> None:
         """Take what is stored as `name`, and below it, for asked: it is left alone."""
@@ -188,6 +212,17 @@ class Targets:
             return
         self._fetch_own(name)
         self.resharding[name] = hook, leaf
+        if leaf is not None:
+            local = pieces_of(leaf, name).local
+            self._filled.append((name, local))
+            if name in self._apart or overlaps(local):
+                self._set_apart(name, leaf, local)
+
+    def _set_apart(self, name: str, leaf: object, local: torch.Tensor) -> torch.Tensor:
+        """Return fresh memory that stands for a live tensor until `settle`."""
+        apart = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+        self._overlapping[name] = [(held(leaf), apart)]
+        return apart
 
     def resharded(self, name: str, value: object) -> None:
         """Take what a hook made of all ranks' own tensors `name`. Nothing live is changed yet.
@@ -213,19 +248,56 @@ class Targets:
             )
         if leaf is None:
             self.tensors[name] = made.clone()
+            return
+        self.tensors[name] = leaf
+        if name in self._overlapping:
+            _put(self._overlapping[name][0][1], made)
         else:
-            self.tensors[name] = leaf
-            self._resharded.append((leaf, made))
+            self._resharded.append((held(leaf), made))
 
     def _converts(self, stored: torch.dtype, here: torch.dtype) -> bool:
         """Say whether values of one dtype are put into tensors of the other."""
         return stored == here
 
+    def sharing(self) -> dict[str, int]:
+        """Return the names whose live tensors share memory with those of other names, and the number of their group.
+
+        Raises:
+            InvalidRequest: one is dropped, and the same memory is filled under another name.
+        """
+        owners = {memory_of(tensor): name for name, tensor in self._filled} if self._kept else {}
+        for name, tensor in self._kept:
+            if (owner := owners.get(memory_of(tensor))) is not None:
+                raise tied("drop", name, owner)
+        found = sharing([*self._filled, *self._kept])
+        filled = {found[name] for name, _ in self._filled if name in found}
+        return {name: group for name, group in found.items() if group in filled}
+
+    def check_shared(self) -> None:
+        """Check that one tensor is to hold one value. What is apart must be filled; nothing live is touched.
+
+        Raises:
+            InvalidRequest: stored are two values for it.
+        """
+        seen: dict[int, tuple[str, torch.Tensor]] = {}
+        for name in self._apart:
+            for live, value in self._overlapping.get(name, ()):
+                other, first = seen.setdefault(id(live), (name, value))
+                if first is not value and plain_bytes(first) != plain_bytes(value):
+                    raise InvalidRequest(
+                        f"{name}: stored apart from {other} and with other values, here one tensor is both",
+                        reason=error_pb2.REASON_LAYOUT_MISMATCH,
+                        hint="restore them into tensors of their own, or leave one out",
+                        key=name,
+                        phase="restore",
+                    )
+
     def settle(self) -> None:
         """Give tensors whose elements share memory their value. For when everything was copied."""
-        for pairs in self._overlapping.values():
+        groups: dict[int, list[Settled]] = {}
+        for name, pairs in self._overlapping.items():
             for live, value in pairs:
-                settle(live, value)
+                settle(live, value, beside=groups.setdefault(self._apart[name], []) if name in self._apart else [])
 
     def tie(self, name: str, owner: str, leaf: object) -> None:
         """Say that `leaf`, called `name`, shares the memory of `owner`, which is filled.
@@ -343,13 +415,8 @@ class Targets:
 
     def finish(self) -> None:
         """Put in place what was fetched or made elsewhere. Everything has been verified."""
-        for leaf, made in self._resharded:
-            live = held(leaf)
-            if overlaps(live):
-                settle(live, made.to(live.dtype).to(live.device))
-            else:
-                with torch.no_grad():
-                    live.copy_(made)
+        for live, made in self._resharded:
+            _put(live, made)
         self._resharded.clear()
 
     def _way_out(self) -> str:
@@ -382,6 +449,13 @@ class Targets:
             hint=other_beginning(missing, unexpected) or self._way_out(),
             step=step,
         )
+
+
+def _put(into: torch.Tensor, made: torch.Tensor) -> None:
+    if into.dtype == made.dtype:
+        into, made = copyable(into), copyable(made)
+    with writing(into):
+        into.copy_(made)
 
 
 def _row_of(first: ShardRow, box: LocalBox, dtype: torch.dtype) -> ShardRow:

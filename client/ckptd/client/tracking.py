@@ -26,7 +26,7 @@ from .reshard_hooks import ReshardHook, ReshardHooks
 from .resharding import Gathered, decoded, undecided
 from .selecting import EVERYTHING, Choice, ChosenTargets
 from .sharding import PerRank, Sharded
-from .state import Collected, Collector
+from .state import Collected, Collector, check_text
 from .stored import Stored
 from .targets import ObjectKey, Targets
 from .tree import component
@@ -121,6 +121,7 @@ def _checked_name(name: str, taken: set[str]) -> str:
             else "something is tracked as this already"
         )
         raise InvalidRequest(f"{name}: {why}", hint="choose another name", key=name)
+    check_text(name)
     return component(name)
 
 
@@ -223,22 +224,36 @@ class Tracking:
         things = self._things.with_state(state, self._taken)
         names = self._parameter_names(things)
         whole, parts = _dropped(drop, things)
-        return Restoring(
-            self._targets(stored, things, names, chosen, parts),
-            things=things,
-            generators=self._rng,
-            names=names,
-            hooks=self._hooks,
-            reshard=self._reshard,
-            dropped=whole,
-        )
+
+        def restoring(apart: Mapping[str, int]) -> Restoring:
+            return Restoring(
+                self._targets(stored, things, names, chosen, parts, apart=apart),
+                things=things,
+                generators=self._rng,
+                names=names,
+                hooks=self._hooks,
+                reshard=self._reshard,
+                dropped=whole,
+            )
+
+        made = restoring({})
+        # Which live tensors share memory is known when all have been named; then those are asked for apart.
+        shared = made.targets.sharing()
+        return restoring(shared) if shared else made
 
     def _targets(
-        self, stored: Stored, things: _Things, names: Names, chosen: Choice, dropped: Sequence[str]
+        self,
+        stored: Stored,
+        things: _Things,
+        names: Names,
+        chosen: Choice,
+        dropped: Sequence[str],
+        *,
+        apart: Mapping[str, int],
     ) -> Targets:
         scope_of, hooks = self._collector.scope_of, self._reshard
         if chosen.is_everything:
-            return Targets(stored, scope_of, hooks=hooks, dropped=dropped)
+            return Targets(stored, scope_of, apart, hooks=hooks, dropped=dropped)
         return ChosenTargets(
             stored,
             scope_of,
@@ -246,6 +261,7 @@ class Tracking:
             modules=[module.name for module in things.modules],
             others=[other.name for other in [*things.others, self._rng]],
             optimizers={optimizer.name: optimizer.tensor_names(names) for optimizer in things.optimizers},
+            apart=apart,
             hooks=hooks,
             dropped=dropped,
         )

@@ -11,8 +11,9 @@ key is "%e". A position in a list or tuple is its number. Any other key is "%k" 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
-from typing import TypeAlias
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, TypeAlias
 
 Path: TypeAlias = tuple[str, ...]
 """Components of a name, quoted."""
@@ -35,7 +36,15 @@ def component(key: object) -> str:
         return _quoted(key)
     # Python refuses to write very long integers in decimal.
     is_long = type(key) is int and key.bit_length() > _LONG_BITS
-    return "%k" + (f"{key:#x}" if is_long else _quoted(repr(key)))
+    return "%k" + (f"{key:#x}" if is_long else _quoted(_spelled(key)))
+
+
+def _spelled(key: object) -> str:
+    try:
+        return repr(key)
+    except Exception:
+        # A long integer in a tuple, or a key's own code. Whether such a key may stand says the caller.
+        return f"<{type(key).__qualname__}>"
 
 
 def text_key(part: str) -> str | None:
@@ -92,17 +101,27 @@ def leaves(
 def graft(target: object, restored: object) -> object:
     """Put `restored` in the place of `target` and return what stands there; mutable containers stay the same objects.
 
-    Dicts and lists of the target stay the same objects and get exactly the restored content; everything else is
-    replaced.
+    Dicts and lists of the target's own type stay the same objects and get exactly the restored content, in its order;
+    so do mappings of types that are never stored. Everything else is replaced.
     """
-    if isinstance(target, MutableMapping) and isinstance(restored, dict):
-        for key in [key for key in target if key not in restored]:
-            del target[key]
-        for key, item in restored.items():
-            target[key] = graft(target[key], item) if key in target else item
+    if isinstance(restored, dict) and _may_hold(target, restored):
+        assert isinstance(target, MutableMapping)
+        # Keys too are the restored ones (True is found as 1), in their order.
+        content = [(key, graft(target[key], item) if key in target else item) for key, item in restored.items()]
+        target.clear()
+        for key, item in content:
+            target[key] = item
         return target
-    if isinstance(target, MutableSequence) and isinstance(restored, list):
-        kept = list(target)
-        target[:] = [graft(kept[i], item) if i < len(kept) else item for i, item in enumerate(restored)]
+    if isinstance(target, list) and isinstance(restored, list):
+        target[:] = [graft(target[i], item) if i < len(target) else item for i, item in enumerate(restored)]
         return target
     return restored
+
+
+_STORED_MAPPINGS = frozenset({dict, OrderedDict, Counter, defaultdict})
+
+
+def _may_hold(target: object, restored: dict[Any, Any]) -> bool:
+    if type(target) in _STORED_MAPPINGS:
+        return type(target) is type(restored)
+    return isinstance(target, MutableMapping)

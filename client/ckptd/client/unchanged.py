@@ -55,6 +55,11 @@ def same_looks(tensors: Sequence[object], looks: Sequence[Look]) -> bool:
     return True
 
 
+def have_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Say whether no tensor's memory was freed; where places are compared, they say it."""
+    return all(tensor.data_ptr() or not tensor.numel() for tensor in tensors)
+
+
 def same_places(tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> bool:
     """Say whether each tensor, which looks as it did, lies where it did."""
     for tensor, (address, stride, requires_grad) in zip(tensors, places, strict=True):

@@ -227,8 +227,15 @@ def _encode_key(key: object, name: str, out: Value) -> None:
         )
 
 
+def _is_known(dtype: np.dtype[Any]) -> bool:
+    try:
+        return np.dtype(dtype.str) == dtype  # types of other packages have names that numpy alone does not know
+    except TypeError:
+        return False
+
+
 def _array_dtype(dtype: np.dtype[Any], name: str) -> str:
-    if dtype.kind not in _ARRAY_KINDS or dtype.hasobject or dtype.subdtype is not None:
+    if dtype.kind not in _ARRAY_KINDS or dtype.hasobject or dtype.subdtype is not None or not _is_known(dtype):
         raise InvalidRequest(
             f"{name}: a numpy array of dtype {dtype} cannot be stored",
             hint="use a bool, number, fixed-width text or bytes, or time dtype",
@@ -246,6 +253,13 @@ def _encode_array(value: np.ndarray[Any, Any] | np.generic, name: str, out: Arra
         raise InvalidRequest(
             f"{name}: a numpy array of {value.nbytes} bytes is larger than {MAX_ARRAY_BYTES}",
             hint="track it as a tensor: torch.from_numpy(array)",
+            key=name,
+        )
+    if scalar and value.dtype.kind in "SU" and len(value) != len(np.array(value)[()]):  # type: ignore[arg-type]
+        # Numpy takes such zeros for padding, so the scalar would come back without them.
+        raise InvalidRequest(
+            f"{name}: a numpy text or bytes scalar that ends in NUL cannot be stored",
+            hint="store it as str or bytes",
             key=name,
         )
     out.shape.extend(value.shape)
