@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 
 from ckptd.daemon.comparisons import parse_policy
-from ckptd.daemon.coordinator import restoring, saving, starting
+from ckptd.daemon.coordinator import beginning, restoring, saving, starting
 from ckptd.daemon.coordinator.comparing import Schedule
 from ckptd.daemon.coordinator.effects import (
     Close,
@@ -160,7 +160,7 @@ class Coordinator:
         state = self.state
         if lane == ADMISSION:
             waiting = state.phase in (Phase.GATHERING, Phase.STARTING)
-            return saving.admit(state) if not waiting and saving.begin_is_due(state) else None
+            return beginning.admit(state) if not waiting and beginning.begin_is_due(state) else None
         if state.phase is Phase.GATHERING:
             complete = not state.missing(state.ranks) and all(rank.attached for rank in state.ranks.values())
             return starting.start(state) if complete else None
@@ -183,7 +183,7 @@ class Coordinator:
         elif kind == "gone":
             self._on_gone(name, message.gone)
         elif kind == "begin":
-            saving.on_begin(state, message.begin)
+            beginning.on_begin(state, message.begin)
             restoring.on_done(state, message.begin.rank)
         elif kind == "staged":
             saving.on_staged(state, message.staged)

@@ -1,6 +1,6 @@
-"""Steps: begun on all ranks alike, staged, sealed, and decided one at a time in step order (rules R3, R4, R5).
+"""Steps that have begun: staged, sealed, and decided one at a time in step order (rules R3, R4, R5).
 
-Pure. Invariant: a step is go or skip for all ranks; the decision of a step is written when every earlier step of
+Pure. Does not own: how a step begins (`beginning`). Invariant: the decision of a step is written when every earlier step of
 the timeline is decided; nothing is acknowledged before the claims were looked at once more after the write.
 """
 
@@ -11,234 +11,18 @@ from dataclasses import replace
 from ckptd.daemon import history, index, keys, records
 from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.effects import Compute, GetMany, ListKeys, Procedure, ProcedureStopped, Put, Wait
-from ckptd.daemon.coordinator.state import BeginCall, Phase, RefusedBegin, State, StepRun
+from ckptd.daemon.coordinator.state import Phase, RefusedBegin, State, StepRun
 from ckptd.daemon.coverage import NotWhole, Whole, whole
-from ckptd.daemon.errors import DaemonError, PlanError, make_error
-from ckptd.daemon.plan import plan, plan_digest
+from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
-from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexRef, StepRef
+from ckptd.protos.snapshot_pb2 import Claim, Committed, IndexRef
 
 DECIDED_KEPT = 64
 """Outcomes that are remembered for a node that was away; its slots hold a few steps at most."""
 STORE_RETRY_S = 1.0
 """Pause before a record is put again when the store failed for good on it: the same bytes, so repeating is safe."""
-
-
-# ---------------------------------------------------------------- begin
-
-
-def on_begin(state: State, call: NodeMessage.Begin) -> None:
-    """Note that a rank asks to save; `begin_is_due` says when all have. Asked again after a reconnect: answered again."""
-    run = state.steps.get(call.step)
-    if run is not None and run.go is not None:
-        state.send(state.ranks[call.rank].node, run.go)
-        return
-    why = state.torn.get(call.step)
-    if why is not None:
-        refuse_begin(state, call.rank, call.step, why)
-        return
-    limit = state.lead.options.begin_timeout_s
-    timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
-    state.begins[call.rank] = BeginCall(
-        step=call.step, layout_digest=bytes(call.layout_digest), deadline=state.now + timeout
-    )
-
-
-def refuse_begin(state: State, rank: int, step: int, why: Error) -> None:
-    """Answer one rank alone: it asks again, its agent having died, for a step that is over; the others never will."""
-    answer = CoordinatorMessage.BeginDecision(step=step, timeline=str(state.timeline or ""), go=False, error=why)
-    state.send(state.ranks[rank].node, CoordinatorMessage(begin=answer))
-
-
-def begin_is_due(state: State) -> bool:
-    """Say whether the pending begins can be answered: all ranks asked, or somebody waited too long or cannot come."""
-    if not state.begins:
-        return False
-    if not state.missing(state.begins):
-        return True
-    if any(call.step in state.refused_begins for call in state.begins.values()):
-        return True
-    if any(not rank.attached for rank in state.ranks.values()):
-        return True
-    return state.now >= min(call.deadline for call in state.begins.values())
-
-
-def admit(state: State) -> Procedure:
-    """Answer the pending begins: one answer for all ranks."""
-    error = _refusal(state)
-    if error is not None:
-        _answer_begin(state, error=error)
-        return
-    step = next(iter(state.begins.values())).step
-    deadline = min(call.deadline for call in state.begins.values())
-    if state.phase is Phase.RESOLVED:
-        state.start_wanted = True
-        yield Wait(until=lambda: state.phase in (Phase.RUNNING, Phase.ENDED), deadline=deadline)
-    if state.phase is not Phase.RUNNING:
-        _answer_begin(state, error=state.fenced or state.refusal or _late(state, step))
-        return
-    slots = max(1, state.lead.options.slots)
-    if len(state.steps) >= slots and state.lead.options.wait_when_busy:
-        yield Wait(until=lambda: len(state.steps) < slots or state.phase is Phase.ENDED, deadline=deadline)
-    if len(state.steps) >= slots:
-        _answer_begin(state, skipped=_busy(state, step))
-        return
-    digests = {rank: call.layout_digest for rank, call in state.begins.items()}
-    if state.plan is None or state.plan.digest != plan_digest(digests):
-        for rank, digest in digests.items():
-            if digest not in state.layouts:
-                need = CoordinatorMessage.NeedLayout(rank=rank, digest=digest)
-                state.send(state.ranks[rank].node, CoordinatorMessage(need_layout=need))
-        known = yield Wait(until=lambda: all(digest in state.layouts for digest in digests.values()), deadline=deadline)
-        if not known:
-            unknown = [rank for rank, digest in digests.items() if digest not in state.layouts]
-            message = f"step {step}: the layouts of ranks {unknown} did not arrive in time"
-            _answer_begin(
-                state,
-                error=make_error(error_pb2.REASON_DEADLINE_EXCEEDED, message, step=step, ranks=unknown, phase="begin"),
-            )
-            return
-        layouts = {rank: state.layouts[digest] for rank, digest in digests.items()}
-        try:
-            state.plan = yield Compute(function=plan, arguments=(layouts, digests))
-        except PlanError as wrong:
-            wrong.error.step = step
-            _answer_begin(state, error=wrong.error)
-            return
-        state.layouts = {digest: state.layouts[digest] for digest in digests.values()}
-        state.log("planned", step=step, plan=state.plan.digest.hex())
-    _go(state, step)
-
-
-def _go(state: State, step: int) -> None:
-    assert state.plan is not None
-    base = state.listed.newest()
-    compared_in = state.schedule.begin(state.plan.digest)
-    state.steps[step] = StepRun(
-        step=step,
-        plan_digest=state.plan.digest,
-        base=base,
-        begun_at=state.now,
-        round=state.schedule.round,
-        compared_in=None if compared_in is None else StepRef(step=compared_in, timeline=str(state.timeline)),
-        deadline=state.now + state.lead.options.commit_timeout_s,
-    )
-    state.last_begun = step
-    state.refused_begins = {number: one for number, one in state.refused_begins.items() if number > step}
-    indexes: list[IndexRef] = []
-    if base is not None:
-        known = state.listed.decisions.get((base.timeline, base.step))
-        indexes = list(known.indexes) if known is not None else []
-    decision = CoordinatorMessage.BeginDecision(
-        step=step,
-        timeline=str(state.timeline),
-        go=True,
-        plan_digest=state.plan.digest,
-        compared_in=state.steps[step].compared_in,
-    )
-    if base is not None and indexes:
-        decision.base.CopyFrom(base)
-        decision.base_indexes.extend(indexes)
-    else:
-        state.steps[step].base = None
-    state.begins.clear()
-    state.log("begun", step=step, compared=compared_in is None)
-    state.steps[step].go = CoordinatorMessage(begin=decision)
-    state.broadcast(CoordinatorMessage(begin=decision))
-
-
-def _refusal(state: State) -> Error | None:
-    steps = sorted({call.step for call in state.begins.values()})
-    step = steps[0]
-    if state.phase is Phase.ENDED:
-        return state.fenced or state.refusal or _late(state, step)
-    if state.lead.options.read_only:
-        return make_error(
-            error_pb2.REASON_NOT_ALLOWED,
-            f"step {step}: this run is read-only",
-            hint="start without read_only=True to save",
-            step=step,
-            phase="begin",
-        )
-    for number in steps:
-        if number in state.refused_begins:
-            return state.refused_begins[number].error
-    missing = state.missing(state.begins)
-    gone = [rank for rank, known in state.ranks.items() if not known.attached]
-    if missing and gone:
-        return make_error(
-            error_pb2.REASON_RANK_FAILED, f"step {step}: ranks {gone} are gone", step=step, ranks=gone, phase="begin"
-        )
-    if missing:
-        return make_error(
-            error_pb2.REASON_RANKS_MISSING,
-            f"step {step}: ranks {missing} did not call save in time (ranks {sorted(state.begins)} did)",
-            hint="save() must be called by every rank",
-            step=step,
-            ranks=missing,
-            phase="begin",
-        )
-    if len(steps) > 1:
-        by_step = {number: sorted(r for r, call in state.begins.items() if call.step == number) for number in steps}
-        return make_error(
-            error_pb2.REASON_RANKS_DISAGREE,
-            "ranks save different steps: " + ", ".join(f"step {n} on ranks {ranks}" for n, ranks in by_step.items()),
-            hint="every rank must save the same step: count steps alike on all of them",
-            ranks=state.begins,
-            phase="begin",
-        )
-    if step > keys.MAX_STEP:
-        return make_error(
-            error_pb2.REASON_INVALID_STEP,
-            f"step {step} is not in 0..{keys.MAX_STEP}",
-            hint="number steps by optimizer steps, not by tokens or time",
-            step=step,
-            phase="begin",
-        )
-    if step <= state.last_begun:
-        return make_error(
-            error_pb2.REASON_INVALID_STEP,
-            f"step {step} was already used: step {state.last_begun} of this run was begun before",
-            hint="steps of one run must ascend, each number once",
-            step=step,
-            phase="begin",
-        )
-    return None
-
-
-def _late(state: State, step: int) -> Error:
-    return make_error(
-        error_pb2.REASON_DEADLINE_EXCEEDED,
-        f"step {step}: the timeline did not start in time ({state.phase.value})",
-        step=step,
-        phase="begin",
-    )
-
-
-def _busy(state: State, step: int) -> Error:
-    return make_error(
-        error_pb2.REASON_BUSY,
-        f"step {step} skipped on all ranks: steps {sorted(state.steps)} are still being uploaded",
-        hint="save less often, add slots, or set wait_when_busy",
-        step=step,
-        phase="begin",
-    )
-
-
-def _answer_begin(state: State, *, error: Error | None = None, skipped: Error | None = None) -> None:
-    steps = {call.step for call in state.begins.values()}
-    for rank, call in state.begins.items():
-        _note_told(state, rank, call.step)
-    state.begins.clear()
-    if skipped is not None:
-        state.last_begun = max(state.last_begun, *steps)
-        state.log("skipped", steps=sorted(steps))
-    for step in steps:
-        answer = CoordinatorMessage.BeginDecision(step=step, timeline=str(state.timeline or ""), go=False)
-        answer.error.CopyFrom(error or skipped or Error())
-        state.broadcast(CoordinatorMessage(begin=answer))
 
 
 # ---------------------------------------------------------------- staged, sealed, failed
@@ -274,12 +58,12 @@ def on_failed(state: State, said: NodeMessage.StepFailed) -> None:
         if said.step not in state.refused_begins:
             state.refused_begins[said.step] = RefusedBegin(error=said.error, untold=set(range(state.world)))
             state.log("begin_refused", step=said.step, error=said.error.message)
-        _note_told(state, said.error.rank, said.step)
+        note_told(state, said.error.rank, said.step)
         while len(state.refused_begins) > DECIDED_KEPT:
             del state.refused_begins[next(iter(state.refused_begins))]
 
 
-def _note_told(state: State, rank: int, step: int) -> None:
+def note_told(state: State, rank: int, step: int) -> None:
     """Forget a refused begin once every rank has heard of it: the step may then be tried again."""
     refused = state.refused_begins.get(step)
     if refused is not None:

@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from ckptd.daemon import history, keys, records
 from ckptd.daemon.comparisons import Comparisons
+from ckptd.daemon.coordinator.beginning import refuse_begin
 from ckptd.daemon.coordinator.effects import Compute, Get, GetMany, ListKeys, Probe, Procedure, Put, Wait
-from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done, refuse_begin
+from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done
 from ckptd.daemon.coordinator.state import Listed, Phase, State
 from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.keys import StepId, Timeline
