@@ -13,14 +13,19 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import blake3
+import grpc
 import pytest
+from fixtures.agents import Agents
+from fixtures.raw_job import Job, error_of
 
 from ckptd.chaos.cluster.leash import start_time
 from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.root import facts_of
 from ckptd.chaos.seaweed import SeaweedServer
 from ckptd.chaos.store_proxy.handle import StoreProxy
 from ckptd.chaos.store_proxy.orders import OrderError
 from ckptd.chaos.watch import wait_until
+from ckptd.protos.error_pb2 import REASON_CORRUPT
 from ckptd.storage_backends.base import ObjectStore, PutMode
 from ckptd.storage_backends.conformance import CHECKS
 from ckptd.storage_backends.errors import (
@@ -386,3 +391,51 @@ def test_the_proxy_goes_with_its_handle(seaweed: SeaweedServer, tmp_path: Path) 
     (tmp_path / "other" / "store-faults.jsonl").mkdir(parents=True)
     with pytest.raises(ProcessError, match="Is a directory"):
         StoreProxy(seaweed.endpoint, tmp_path / "other")
+
+
+def test_real_agents_get_over_what_the_store_does_and_name_what_they_cannot(
+    rig: Rig, agents: Agents, seaweed_env: SeaweedServer
+) -> None:
+    """A step saved through lost puts and answers is whole; corrupt reads are read again, then named, and nothing is wrong."""
+    url = seaweed_env.url(rig.prefix.rstrip("/"))
+    through = {"AWS_ENDPOINT_URL": rig.proxy.endpoint}
+    job = Job(url, [agents.new(env=through)], 2)
+    assert [found.found for found, _, _ in job.restored()] == [False] * 2
+    for kind, prefix in ((K.PUT_LOST, "chunks/"), (K.ANSWER_LOST, "chunks/"), (K.SLOW_DOWN, "log/")):
+        rig.add(kind, op=Op.PUT, prefix=prefix)
+    rig.add(K.PUT_LOST, prefix="index/")
+    job.save(1)
+    job.wait(1)
+    job.detach()
+    struck = [(fault, key.partition("/")[0]) for fault, _, key in rig.done()]
+    assert sorted(struck) == [
+        ("answer_lost", "chunks"),
+        ("put_lost", "chunks"),
+        ("put_lost", "index"),
+        ("slow_down", "log"),
+    ]
+    facts = facts_of(rig.true)
+    assert [step for step, _ in facts.listed] == [1]
+    assert facts.problems == ()
+
+    other = agents.new(env=through)
+    rig.add(K.CORRUPTED, prefix="chunks/")
+    again = Job(url, [other], 2)
+    again.check(again.restored(1), 1)
+    assert rig.done()[-1][0] == "corrupted"
+    rejected = other.wait_event("rejected")
+    assert rejected["key"] == rig.done()[-1][2]
+    again.detach()
+
+    rig.add(K.CORRUPTED, prefix="chunks/", times=None)
+    third = Job(url, [agents.new(env=through)], 2)
+    with pytest.raises(grpc.RpcError) as caught:
+        third.restored(1)
+    error = error_of(caught.value)
+    assert error.reason == REASON_CORRUPT
+    assert error.object in {key for fault, _, key in rig.done() if fault == "corrupted"}
+    third.die()
+    rig.proxy.clear()
+    last = Job(url, [agents.new(env=through)], 2)
+    last.check(last.restored(1), 1)
+    last.detach()
