@@ -20,7 +20,12 @@ from fixtures.raw_job import Job, error_of
 
 from ckptd.chaos.cluster.leash import start_time
 from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.cluster.proxied import proxied_store
+from ckptd.chaos.cluster.store import S3Store
+from ckptd.chaos.nemesis.injector import Struck
 from ckptd.chaos.root import facts_of
+from ckptd.chaos.scenario import Moment, StoreFault
+from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.seaweed import SeaweedServer
 from ckptd.chaos.store_proxy.handle import StoreProxy
 from ckptd.chaos.store_proxy.orders import OrderError
@@ -377,6 +382,36 @@ def test_a_wrong_order_is_refused_with_what_is_allowed(rig: Rig) -> None:
     with pytest.raises(OrderError, match="use reset with for_s"):
         rig.proxy.add(Fault(kind=K.OUTAGE, for_s=1, op=Op.PUT))
     assert rig.lines() == []
+
+
+def test_a_scenarios_fault_that_struck_nothing_was_not_done(
+    seaweed_env: SeaweedServer, fresh_root: Callable[[], str], tmp_path: Path
+) -> None:
+    """Of two faults that a run orders, the one that no request met is said not to have fired."""
+    url = fresh_root()
+    planned = [
+        PlannedFault(
+            index=index,
+            do="store",
+            kind="store",
+            which=None,
+            at=Moment(step=1),
+            store=StoreFault(kind=kind, prefix=prefix, times=None),
+        )
+        for index, (kind, prefix) in enumerate([("slow_down", "log/"), ("corrupted", "chunks/")])
+    ]
+    through = proxied_store(S3Store(bucket=seaweed_env.bucket, variables=seaweed_env.env()), tmp_path, url, planned)
+    assert through is not None
+    with closing(through):
+        for fault in planned:
+            through.order(fault)
+        options = {"endpoint_url": through.environment()["AWS_ENDPOINT_URL"]}
+        with open_store(url, retry=None, options=options) as store:
+            store.put("chunks/1", b"x")
+            with pytest.raises(Throttled):
+                store.put("log/1", b"x")
+        fates = through.proved([Struck(fault=fault, fired=True, note="") for fault in planned])
+    assert [(fate.fired, fate.note) for fate in fates] == [(True, ""), (False, "no request came that it could strike")]
 
 
 def test_the_proxy_goes_with_its_handle(seaweed: SeaweedServer, tmp_path: Path) -> None:
