@@ -21,6 +21,7 @@ from ckptd.chaos.report import Report
 from ckptd.chaos.reports.rebuild import rebuild
 from ckptd.chaos.scenario import Expectation, Fault, Moment, Scenario, Target
 from ckptd.chaos.scenario_reader import load
+from ckptd.chaos.schedule import ScheduleError
 from ckptd.chaos.trial import Stage, run_trial
 from ckptd.chaos.verdict import FailureClass, Verdict
 from ckptd.chaos.watch import wait_until
@@ -247,3 +248,10 @@ def test_the_report_can_be_read_by_programs(tmp_path: Path) -> None:
         "ckptd chaos run rank-killed-between-saves --nnodes 1 --nproc 2 --store local --seed 7 -- "
     )
     assert told["accounts"][0]["target"].startswith("rank ")
+
+
+def test_a_fault_of_the_store_needs_a_store_that_can_be_made_to_fail(tmp_path: Path) -> None:
+    """On local files such a scenario is refused before anything runs, with the way out."""
+    with pytest.raises(ScheduleError, match="say --store s3"):
+        trial(load("store-outage"), tmp_path)
+    assert list(tmp_path.iterdir()) == []

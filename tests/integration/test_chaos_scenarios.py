@@ -25,7 +25,8 @@ HERE = Path(__file__).parent.parent
 SCRIPT = (str(HERE / "fixtures" / "tiny_trainer.py"), "--root", "{root}", "--digests", "{digests}")
 SEED = 7
 # Local files: all of them. SeaweedFS: those in which the store or its answers matter most.
-ON_S3 = ("agent-killed-mid-upload", "node-lost", "rank-killed-while-uploading", "zombie-coordinator")
+OF_STORES = ("store-outage", "store-slow-down")
+ON_S3 = ("agent-killed-mid-upload", "node-lost", "rank-killed-while-uploading", "zombie-coordinator", *OF_STORES)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def trial(name: str, store: str, tmp_path: Path, undisturbed: Path, *more: str) 
 @pytest.mark.parametrize(
     ("name", "store"),
     [
-        *((name, "local") for name in scenario_names()),
+        *((name, "local") for name in scenario_names() if name not in OF_STORES),
         *(pytest.param(name, "s3", marks=pytest.mark.s3) for name in ON_S3),
     ],
 )

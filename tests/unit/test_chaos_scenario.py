@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptd.chaos.scenario import Expectation, Fault, Moment, Target
+from ckptd.chaos.scenario import Expectation, Fault, Moment, StoreFault, Target
 from ckptd.chaos.scenario_reader import ScenarioError, load, parse, scenario_names
 
 GOOD = """\
@@ -96,6 +96,8 @@ def test_every_scenario_of_the_package_can_be_read() -> None:
         "node-lost",
         "rank-killed-between-saves",
         "rank-killed-while-uploading",
+        "store-outage",
+        "store-slow-down",
         "zombie-coordinator",
     ]
     for name in scenario_names():
@@ -109,3 +111,49 @@ def test_an_unknown_scenario_is_refused_with_all_names() -> None:
     """Whoever mistypes a name sees the names."""
     with pytest.raises(ScenarioError, match="there are: agent-killed-mid-upload, coordinator"):
         load("node-loost")
+
+
+STORE = """\
+[[fault]]
+do = "store"
+fault = "slow_down"
+match = "put chunks/"
+for_s = 8
+at = { event = "staged" }
+"""
+
+
+def test_a_fault_of_the_store_says_what_which_calls_and_how_long() -> None:
+    """Verb, prefix and numbers reach the values; with a time or a limit the number of calls has no bound, else it is 1."""
+
+    def read(text: str) -> StoreFault | None:
+        return parse(text, name="x", source="x.toml").faults[0].store
+
+    assert read(STORE) == StoreFault(kind="slow_down", op="put", prefix="chunks/", times=None, for_s=8)
+    assert read(STORE.replace("put chunks/", "list").replace("for_s = 8\n", "")) == StoreFault(
+        kind="slow_down", op="list"
+    )
+    limit = STORE.replace("slow_down", "limit").replace("put chunks/", "log/").replace("for_s", "per_s")
+    assert read(limit) == StoreFault(kind="limit", prefix="log/", times=None, per_s=8)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ('"slow_down"', '"earthquake"', 3, "'earthquake'; allowed: error, slow_down, limit"),
+        ('fault = "slow_down"\n', "", 1, "needs fault, one of error"),
+        ("put chunks/", "chunks", 4, "'chunks' is no match; allowed: a prefix such as chunks/, one of put, get"),
+        ("for_s = 8", "for_s = 0", 5, "whole number from 1"),
+        ('"slow_down"', '"drip"', 1, "drip needs bytes_per_s"),
+        ('"slow_down"', '"corrupted"', 1, "corrupted cannot strike put; allowed: get"),
+        ('"slow_down"', '"outage"', 4, "an outage strikes every request"),
+        ('match = "put chunks/"', 'target = "all"', 4, "unknown key 'target'; allowed: do, fault, match"),
+        ('event = "staged"', 'failpoint = "uploader.after_put"', 6, "a failpoint kills or stops"),
+    ],
+)
+def test_a_wrong_fault_of_the_store_is_refused_with_its_line(old: str, new: str, line: int, words: str) -> None:
+    """What cannot be is said with file, line and what is allowed."""
+    with pytest.raises(ScenarioError) as caught:
+        parse(STORE.replace(old, new), name="x", source="x.toml")
+    assert str(caught.value).startswith(f"x.toml:{line}: ")
+    assert words in str(caught.value)

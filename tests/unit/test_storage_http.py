@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import os
+import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +54,7 @@ class Script:
 
     status: int = 200
     code: str = ""
-    hang_up: str = ""  # "before" or "after" the object is written, or "" for an answer
+    hang_up: str = ""  # "before" or "after" the object is written, "reset" after it, "" for an answer
     objects: dict[str, bytes] = field(default_factory=dict)
     requests: list[tuple[str, dict[str, str], int]] = field(default_factory=list)
     release: threading.Event = field(default_factory=threading.Event)
@@ -75,6 +78,10 @@ def handler(script: Script) -> type[http.server.BaseHTTPRequestHandler]:
                     self.reply(412, "PreconditionFailed")
                     return
                 script.objects[self.path] = body
+            if script.hang_up == "reset":
+                # At once and without the farewell that the server would send first.
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                os.close(self.connection.detach())
             if script.hang_up:
                 script.hang_up = ""
                 self.close_connection = True
@@ -230,7 +237,7 @@ def test_obstore_does_not_sign_the_payload(script: Script) -> None:
     assert script.requests[0][1]["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", "after", "reset"])
 def test_a_connection_that_breaks_is_uncertain_for_create_only(store: ObjectStore, script: Script, moment: str) -> None:
     """A reset without an answer is OutcomeUnknown for CREATE and Unavailable for everything else."""
     for call, wanted in (
@@ -245,7 +252,7 @@ def test_a_connection_that_breaks_is_uncertain_for_create_only(store: ObjectStor
         assert is_retryable(caught.value)
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("moment", ["before", "after", "reset"])
 def test_a_lost_answer_is_settled_by_reading_back(driver: Driver, script: Script, moment: str) -> None:
     """With retries a CREATE put whose connection breaks succeeds, landed or not, and exactly once."""
     policy = RetryPolicy(first_pause=timedelta(milliseconds=1))
@@ -255,7 +262,7 @@ def test_a_lost_answer_is_settled_by_reading_back(driver: Driver, script: Script
         with pytest.raises(AlreadyExists):
             store.put("key", b"ours")
     puts = [command for command, _, _ in script.requests if command == "PUT"]
-    assert len(puts) == (2 if moment == "after" else 3)
+    assert len(puts) == (3 if moment == "before" else 2)
     assert script.objects == {"/bucket/root/key": b"ours"}
 
 

@@ -9,13 +9,16 @@ import pytest
 from ckptd.storage_backends.base import PutMode
 from ckptd.storage_backends.conformance import CHECKS
 from ckptd.storage_backends.errors import (
+    ClockSkew,
     NotFound,
     OutcomeUnknown,
     PermissionDenied,
     StorageError,
+    Throttled,
     Truncated,
     Unavailable,
 )
+from ckptd.storage_backends.fault_script import FaultScript
 from ckptd.storage_backends.faulty import Fault, FaultKind, FaultyStore, Op
 from ckptd.storage_backends.memory import MemoryStore
 from ckptd.storage_backends.probe import probe
@@ -189,6 +192,103 @@ def test_faults_strike_only_calls_they_can_spoil() -> None:
     assert list(store.list()) == []
     store.put("b", b"x")
     assert [fired.op for fired in store.fired] == [Op.GET, Op.LIST, Op.PUT]
+
+
+@pytest.mark.parametrize(
+    ("kind", "create", "other"),
+    [
+        (FaultKind.SLOW_DOWN, Throttled, Throttled),
+        (FaultKind.EXPIRED, PermissionDenied, PermissionDenied),
+        (FaultKind.SKEWED, ClockSkew, ClockSkew),
+        (FaultKind.RESET, OutcomeUnknown, Unavailable),
+        (FaultKind.HANG, OutcomeUnknown, Unavailable),
+    ],
+)
+def test_faulty_refusals_leave_the_store_alone(
+    kind: FaultKind, create: type[StorageError], other: type[StorageError]
+) -> None:
+    """Each refusal is the condition that a driver would raise, names the object, and nothing was done."""
+    slept: list[float] = []
+    store = FaultyStore(MemoryStore(), Fault(kind=kind, delay_s=3, times=3), sleep=slept.append)
+    with pytest.raises(create, match="'a'"):
+        store.put("a", b"x")
+    with pytest.raises(other):
+        store.put("a", b"x", mode=PutMode.OVERWRITE)
+    with pytest.raises(other):
+        store.get("a")
+    assert list(store.inner.list()) == []
+    assert slept == ([3, 3, 3] if kind is FaultKind.HANG else [])
+    assert [(fired.op, fired.struck) for fired in store.fired] == [(Op.PUT, 1), (Op.PUT, 2), (Op.GET, 3)]
+    store.put("a", b"x")
+    assert store.get("a") == b"x"
+
+
+def test_faulty_outages_last_from_the_first_call_they_strike() -> None:
+    """An outage hits every call for its time, counted from the first one it hit, and then none."""
+    time = ManualTime()
+    store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.OUTAGE, for_s=10, nth=2), clock=time.clock)
+    store.put("a", b"x")
+    time.now += 100
+    for _ in range(2):
+        with pytest.raises(Unavailable):
+            store.get("a")
+        time.now += 5
+    assert store.get("a") == b"x"
+    assert len(store.fired) == 2
+
+
+def test_faulty_limits_let_so_many_calls_of_a_prefix_pass_in_any_second() -> None:
+    """Calls beyond the limit are throttled, others pass, and a second later the next ones do."""
+    time = ManualTime()
+    store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.LIMIT, prefix="chunks/", per_s=2), clock=time.clock)
+    for second in range(2):
+        for number in range(2):
+            store.put(f"chunks/{second}.{number}", b"")
+            time.now += 0.25
+        for _ in range(2):
+            with pytest.raises(Throttled):
+                store.put("chunks/more", b"")
+        store.put(f"log/{second}", b"")
+        time.now += 0.5
+    assert len(store.fired) == 4
+
+
+def test_faulty_drips_take_as_long_as_their_bytes() -> None:
+    """A drip waits for size / rate, for puts and both kinds of get, and gives the right bytes."""
+    slept: list[float] = []
+    store = FaultyStore(MemoryStore(), Fault(kind=FaultKind.DRIP, bytes_per_s=100, times=None), sleep=slept.append)
+    store.put("a", bytes(50))
+    assert store.get("a") == bytes(50)
+    store.get_into("a", memoryview(bytearray(20)), offset=30)
+    store.head("a")
+    assert slept == [0.5, 0.5, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "complaint"),
+    [
+        ({"kind": FaultKind.OUTAGE}, "outage needs for_s"),
+        ({"kind": FaultKind.DRIP, "bytes_per_s": 0}, "drip needs bytes_per_s"),
+        ({"kind": FaultKind.LIMIT, "per_s": -1}, "limit needs per_s"),
+        ({"kind": FaultKind.PUT_LOST, "op": Op.GET}, "put_lost cannot strike get; allowed: put"),
+        ({"kind": FaultKind.ERROR, "nth": 0}, "from 1"),
+    ],
+)
+def test_faults_that_never_strike_are_refused(wrong: dict[str, Any], complaint: str) -> None:
+    """A fault without its number, or of a call it cannot spoil, is an error when it is made."""
+    with pytest.raises(ValueError, match=complaint):
+        Fault(**wrong)
+
+
+def test_a_strike_that_is_taken_back_strikes_the_next_call() -> None:
+    """What could not be done is not recorded and not used up."""
+    script = FaultScript(Fault(kind=FaultKind.CORRUPTED))
+    (first,) = script.strikes(Op.GET, "missing")
+    script.take_back(first)
+    assert script.fired == ()
+    (second,) = script.strikes(Op.GET, "a")
+    assert (second.key, second.call, second.struck) == ("a", 2, 1)
+    assert script.strikes(Op.GET, "a") == ()
 
 
 def test_faulty_probabilities_replay() -> None:

@@ -220,7 +220,8 @@ class Conductor:
         if harm is None:
             return
         self._harmed |= set(harm.pids)
-        self._launch_was_harmed = True
+        # Nobody dies of what the store does.
+        self._launch_was_harmed |= bool(harm.pids) or harm.ends_launch
         self._launch_is_given_up |= harm.is_silent
         for node in harm.replace:
             fresh = self._cluster.replace(node)

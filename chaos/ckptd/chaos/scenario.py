@@ -49,12 +49,45 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StoreFault:
+    """What the store does from the fault's moment on; see `storage_backends.fault_script.Fault`.
+
+    Attributes:
+        kind: A FaultKind.
+        op: An Op: calls of that method only; None: of all.
+        prefix: Keys in the job's root that start so.
+        times: How many calls; None: all.
+        for_s: How long, seconds; None: to the end.
+        delay_s: For "delay", seconds.
+        bytes_per_s: For "drip".
+        per_s: For "limit".
+    """
+
+    kind: str
+    op: str | None = None
+    prefix: str = ""
+    times: int | None = 1
+    for_s: int | None = None
+    delay_s: int = 0
+    bytes_per_s: int = 0
+    per_s: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """One thing that is done to the job. Faults strike in order, each after the one before it."""
+    """One thing that is done to the job. Faults strike in order, each after the one before it.
+
+    Attributes:
+        do: One of DEEDS, or "store".
+        target: To whom; of kind "store" when the store does something.
+        at: When.
+        store: What the store does; None for other deeds.
+    """
 
     do: str
     target: Target
     at: Moment
+    store: StoreFault | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

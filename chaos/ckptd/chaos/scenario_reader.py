@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
-from ckptd.chaos.scenario import DEEDS, TARGETS, TIERS, Expectation, Fault, Moment, Scenario, Target
+from ckptd.chaos.scenario import DEEDS, TARGETS, TIERS, Expectation, Fault, Moment, Scenario, StoreFault, Target
+from ckptd.chaos.store_proxy.orders import OrderError, from_json
+from ckptd.storage_backends.fault_script import FaultKind, Op
 
 # Deeds that make sense for a target: only a node has something to lose.
 _DEEDS_OF = {
@@ -22,6 +24,7 @@ _DEEDS_OF = {
     "coordinator": DEEDS,
     "all": ("kill", "lose"),
 }
+_STORE_NUMBERS = ("for_s", "times", "delay_s", "bytes_per_s", "per_s")
 _MOMENT_KEYS = ("step", "event", "failpoint", "nth", "then", "before")
 
 
@@ -91,11 +94,13 @@ class _Reader:
         )
 
     def _fault(self, table: Mapping[str, object], where: str) -> Fault:
+        if table.get("do") == "store":
+            return self._fault_of_store(table, where)
         self._only(table, ("do", "target", "at"), where)
         target = self._target(self._text(table, "target", f"{where}.target") or "", f"{where}.target")
-        do = self._choice(table, "do", DEEDS, f"{where}.do")
+        do = self._choice(table, "do", (*DEEDS, "store"), f"{where}.do")
         if do is None:
-            raise self._error(f"{where}.do", f"a fault needs do, one of {', '.join(DEEDS)}")
+            raise self._error(f"{where}.do", f"a fault needs do, one of {', '.join(DEEDS)}, store")
         if do not in _DEEDS_OF[target.kind]:
             allowed = ", ".join(_DEEDS_OF[target.kind])
             raise self._error(f"{where}.do", f"{do} cannot be done to {target.kind}; allowed: {allowed}")
@@ -106,6 +111,41 @@ class _Reader:
             # Failpoints are given to an agent at its start.
             raise self._error(f"{where}.at", "only the first fault may wait for a failpoint")
         return Fault(do=do, target=target, at=moment)
+
+    def _fault_of_store(self, table: Mapping[str, object], where: str) -> Fault:
+        self._only(table, ("do", "fault", "match", "at", *_STORE_NUMBERS), where)
+        kind = self._choice(table, "fault", tuple(FaultKind), f"{where}.fault")
+        if kind is None:
+            raise self._error(where, f"a fault of the store needs fault, one of {', '.join(FaultKind)}")
+        op, prefix = self._match(self._text(table, "match", f"{where}.match") or "", f"{where}.match")
+        numbers = {key: self._number(table, key, f"{where}.{key}") for key in _STORE_NUMBERS}
+        order = {key: value for key, value in numbers.items() if value is not None}
+        is_unbounded = kind in (FaultKind.OUTAGE, FaultKind.LIMIT) or "for_s" in order
+        times = order.pop("times", None if is_unbounded else 1)
+        try:
+            from_json({"kind": kind, "op": op, "prefix": prefix, "times": times, **order})
+        except OrderError as error:
+            raise self._error(where, str(error)) from None
+        if kind == FaultKind.OUTAGE and (op or prefix):
+            raise self._error(
+                f"{where}.match", "an outage strikes every request; for some of them use reset with for_s"
+            )
+        moment = self._moment(self._table(table, "at", _MOMENT_KEYS, f"{where}.at"), f"{where}.at")
+        if moment.failpoint:
+            raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
+        store = StoreFault(kind=kind, op=op, prefix=prefix, times=times, **order)
+        return Fault(do="store", target=Target(kind="store"), at=moment, store=store)
+
+    def _match(self, text: str, where: str) -> tuple[str | None, str]:
+        """Read "put", "chunks/" or "put chunks/"; a prefix ends with a slash or has one in it."""
+        first, _, rest = text.partition(" ")
+        if first in list(Op):
+            return first, rest
+        if text and "/" not in text:
+            raise self._error(
+                where, f"{text!r} is no match; allowed: a prefix such as chunks/, one of {', '.join(Op)}, or both"
+            )
+        return None, text
 
     def _target(self, text: str, where: str) -> Target:
         kind, _, which = text.partition(" ")

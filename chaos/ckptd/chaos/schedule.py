@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from ckptd.chaos.scenario import Fault, Moment, Scenario
+from ckptd.chaos.scenario import Fault, Moment, Scenario, StoreFault
 
 
 class ScheduleError(ValueError):
@@ -21,10 +21,11 @@ class PlannedFault:
 
     Attributes:
         index: Position in the schedule, from 0.
-        do: Word of the scenario: kill, stop, continue, lose.
-        kind: Kind of the target: rank, agent, node, coordinator, all.
-        which: Number of the rank, agent or node; None for coordinator and all.
+        do: Word of the scenario: kill, stop, continue, lose, store.
+        kind: Kind of the target: rank, agent, node, coordinator, all, store.
+        which: Number of the rank, agent or node; None for the others.
         at: When.
+        store: What the store does; None for other deeds.
     """
 
     index: int
@@ -32,10 +33,13 @@ class PlannedFault:
     kind: str
     which: int | None
     at: Moment
+    store: StoreFault | None = None
 
     @property
     def target(self) -> str:
         """The target in words, e.g. "rank 3"."""
+        if self.store is not None:
+            return " ".join(part for part in ("store:", self.store.kind, self.store.op, self.store.prefix) if part)
         return self.kind if self.which is None else f"{self.kind} {self.which}"
 
     @property
@@ -71,7 +75,12 @@ def schedule(scenario: Scenario, *, nnodes: int, nproc: int, seed: int) -> tuple
     chance = random.Random(f"{scenario.name}/{nnodes}/{nproc}/{seed}")
     return tuple(
         PlannedFault(
-            index=index, do=fault.do, kind=fault.target.kind, which=_which(fault, nnodes, nproc, chance), at=fault.at
+            index=index,
+            do=fault.do,
+            kind=fault.target.kind,
+            which=_which(fault, nnodes, nproc, chance),
+            at=fault.at,
+            store=fault.store,
         )
         for index, fault in enumerate(scenario.faults)
     )

@@ -16,6 +16,7 @@ from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.cluster.launcher import Launcher, Torchrun
 from ckptd.chaos.cluster.node import AGENT_COMMAND
 from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.cluster.proxied import proxied_store
 from ckptd.chaos.cluster.store import Store, open_store
 from ckptd.chaos.conductor import Conductor, Limits, Performance
 from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, rates_of, read_audits, read_digests
@@ -26,7 +27,7 @@ from ckptd.chaos.report import Report
 from ckptd.chaos.reports.write import write_report
 from ckptd.chaos.root import RootFacts, read_root
 from ckptd.chaos.scenario import Scenario
-from ckptd.chaos.schedule import PlannedFault, schedule
+from ckptd.chaos.schedule import PlannedFault, ScheduleError, schedule
 from ckptd.storage_backends.errors import StorageError
 
 JOB = "chaos"
@@ -77,15 +78,17 @@ def perform(
     root = store.root(name)
     filled = {"{root}": root, "{digests}": str(digests), "{out}": str(folder / "out.json")}
     script = [_filled(part, filled) for part in stage.command]
+    proxied = proxied_store(store, folder, root, faults)
     cluster = Cluster(
         nnodes=stage.nnodes,
         nproc=stage.nproc,
         folder=folder,
         launcher=stage.launcher(folder),
-        environment=store.environment(),
+        environment={**store.environment(), **(proxied.environment() if proxied is not None else {})},
         agent=stage.agent,
         failpoints=agent_failpoints,
     )
+    cluster.proxied = proxied
     conductor = Conductor(
         cluster,
         script,
@@ -96,6 +99,8 @@ def perform(
     )
     try:
         performance = conductor.perform()
+        if proxied is not None:
+            performance = replace(performance, struck=proxied.proved(performance.struck))
         facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
         evidence = Evidence(
             losses=losses_of(performance.history),
@@ -106,6 +111,9 @@ def perform(
         )
     except (ProcessError, EvidenceError, StorageError) as error:
         raise TrialError(f"the {name} run cannot be judged: {error}") from error
+    finally:
+        if proxied is not None:
+            proxied.close()
     return performance, evidence
 
 
@@ -128,6 +136,8 @@ def run_trial(
         OSError: Evidence or report cannot be written.
     """
     faults = schedule(scenario, nnodes=stage.nnodes, nproc=stage.nproc, seed=seed)
+    if store != "s3" and any(fault.store is not None for fault in faults):
+        raise ScheduleError(f"scenario {scenario.name} makes an S3 store fail; say --store s3")
     begun = time.monotonic()
     record = Record(
         scenario=scenario,

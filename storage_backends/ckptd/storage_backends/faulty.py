@@ -1,8 +1,7 @@
 """A store that fails on purpose, by a script and a seed, and keeps a record of what it did.
 
-Owns the faults a store or its network can show. For tests and the chaos harness, never in a
-running agent. Invariant: the same script, seed and sequence of calls give the same faults, and
-nothing goes wrong that `FaultyStore.fired` does not tell.
+Owns how a fault is done to a call of any driver. Does not own which call is struck: that is `fault_script`. For tests and
+the chaos harness, never in a running agent. Invariant: nothing goes wrong that `FaultyStore.fired` does not tell.
 """
 
 from __future__ import annotations
@@ -11,108 +10,27 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from .base import Buffer, ObjectInfo, ObjectStore, PutMode, flat
-from .errors import OutcomeUnknown, StorageError, Truncated, Unavailable
+from .errors import ClockSkew, OutcomeUnknown, PermissionDenied, StorageError, Throttled, Truncated, Unavailable
+from .fault_script import Fault, FaultKind, FaultScript, Fired, Op
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["Fault", "FaultKind", "FaultyStore", "Fired", "Op"]
 
-ErrorFactory: TypeAlias = Callable[[str, str], StorageError]
-
-
-class Op(StrEnum):
-    """A method of the store; `get` stands for `get_into` as well."""
-
-    PUT = "put"
-    GET = "get"
-    HEAD = "head"
-    LIST = "list"
-    DELETE = "delete"
-
-
-class FaultKind(StrEnum):
-    """What goes wrong."""
-
-    ERROR = "error"
-    """The call raises and nothing happens in the store."""
-    ANSWER_LOST = "answer_lost"
-    """The call is done, then raises: OutcomeUnknown for a CREATE put, else Unavailable."""
-    PUT_LOST = "put_lost"
-    """The put returns and nothing was written: a store that lies."""
-    DELAY = "delay"
-    """The call waits, then goes on."""
-    TRUNCATED = "truncated"
-    """A get gives half the bytes (`get`) or raises Truncated (`get_into`)."""
-    CORRUPTED = "corrupted"
-    """A get gives all the bytes, one bit of them wrong."""
-    STALE_LIST = "stale_list"
-    """A list gives what the last list of that prefix gave (nothing, the first time)."""
-
-
-# Kinds that one method alone can show: calls of others are neither counted nor recorded.
-_SPOILS = {
-    FaultKind.PUT_LOST: Op.PUT,
-    FaultKind.TRUNCATED: Op.GET,
-    FaultKind.CORRUPTED: Op.GET,
-    FaultKind.STALE_LIST: Op.LIST,
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
-    """When something goes wrong, and what.
-
-    Attributes:
-        kind: What.
-        op: Of which calls; None for all.
-        prefix: Only of keys (or listed prefixes) that start so.
-        nth: The first matching call it strikes, counted from 1.
-        times: How many matching calls from there on; None for all.
-        probability: Of striking each of them, drawn from the store's seed.
-        delay_s: Seconds, for DELAY.
-        error: For ERROR, makes the error from key and URL; Unavailable when None.
-    """
-
-    kind: FaultKind
-    op: Op | None = None
-    prefix: str = ""
-    nth: int = 1
-    times: int | None = 1
-    probability: float = 1.0
-    delay_s: float = 0.0
-    error: ErrorFactory | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fired:
-    """A fault that struck.
-
-    Attributes:
-        fault: Which.
-        op: What was called.
-        key: On which key or listed prefix.
-        call: Number of the call among those that match the fault, from 1.
-    """
-
-    fault: Fault
-    op: Op
-    key: str
-    call: int
-
-
-@dataclass(slots=True)
-class _Script:
-    """One fault and how far it is."""
-
-    fault: Fault
-    calls: int = 0
-    struck: int = 0
+_REFUSALS = (
+    FaultKind.ERROR,
+    FaultKind.SLOW_DOWN,
+    FaultKind.LIMIT,
+    FaultKind.EXPIRED,
+    FaultKind.SKEWED,
+    FaultKind.OUTAGE,
+    FaultKind.RESET,
+    FaultKind.HANG,
+)
 
 
 class FaultyStore(ObjectStore):
@@ -122,7 +40,8 @@ class FaultyStore(ObjectStore):
         inner: The store that does the work; closed with this one.
         faults: The script; more by `add`.
         seed: For probabilities and the places of wrong bits.
-        sleep: Takes the seconds of a DELAY; a test may wait for an event there.
+        sleep: Takes the seconds of a DELAY, HANG or DRIP; a test may wait for an event there.
+        clock: Monotonic seconds; replaced in tests.
     """
 
     def __init__(
@@ -131,45 +50,44 @@ class FaultyStore(ObjectStore):
         *faults: Fault,
         seed: int = 0,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.inner = inner
         self.url = inner.url
         self.capabilities = inner.capabilities
-        self._scripts = [_Script(fault) for fault in faults]
+        self._script = FaultScript(*faults, seed=seed, clock=clock)
         self._random = random.Random(seed)  # noqa: S311 - replayable on purpose
         self._sleep = sleep
         self._lock = threading.Lock()
-        self._fired: list[Fired] = []
         self._last_lists: dict[str, tuple[ObjectInfo, ...]] = {}
 
     @property
     def fired(self) -> tuple[Fired, ...]:
         """What has struck so far, in order."""
-        with self._lock:
-            return tuple(self._fired)
+        return self._script.fired
 
     def add(self, *faults: Fault) -> None:
         """Extend the script; the new faults count calls from now on."""
-        with self._lock:
-            self._scripts.extend(_Script(fault) for fault in faults)
+        self._script.add(*faults)
 
     def clear(self) -> None:
         """Drop the script: from now on nothing strikes."""
-        with self._lock:
-            self._scripts.clear()
+        self._script.clear()
 
     def put(self, key: str, data: Buffer, *, mode: PutMode = PutMode.CREATE) -> None:
         """Write one object, unless the script says otherwise."""
-        kinds = self._before(Op.PUT, key)
+        creating = mode is PutMode.CREATE
+        kinds = self._before(Op.PUT, key, creating=creating, nbytes=flat(data).nbytes)
         if FaultKind.PUT_LOST in kinds:
             return
         self.inner.put(key, data, mode=mode)
-        self._after(kinds, key, creating=mode is PutMode.CREATE)
+        self._after(kinds, key, creating=creating)
 
     def get(self, key: str) -> bytes:
         """Read a whole object, perhaps wrongly."""
         kinds = self._before(Op.GET, key)
         data = self.inner.get(key)
+        self._drip(kinds, len(data))
         self._after(kinds, key)
         if FaultKind.CORRUPTED in kinds and data:
             wrong = bytearray(data)
@@ -179,8 +97,8 @@ class FaultyStore(ObjectStore):
 
     def get_into(self, key: str, buffer: memoryview, *, offset: int = 0) -> None:
         """Fill the buffer, perhaps wrongly."""
-        kinds = self._before(Op.GET, key)
         view = flat(buffer)
+        kinds = self._before(Op.GET, key, nbytes=len(view))
         self.inner.get_into(key, view, offset=offset)
         self._after(kinds, key)
         if FaultKind.TRUNCATED in kinds:
@@ -215,42 +133,43 @@ class FaultyStore(ObjectStore):
         """Close the inner store."""
         self.inner.close()
 
-    def _before(self, op: Op, key: str) -> set[FaultKind]:
+    def _before(self, op: Op, key: str, *, creating: bool = False, nbytes: int = 0) -> dict[FaultKind, Fault]:
         """Record what strikes this call; wait and raise what comes before it."""
-        striking = self._strikes(op, key)
-        for fault in striking:
-            if fault.kind is FaultKind.DELAY:
+        faults = [fired.fault for fired in self._script.strikes(op, key)]
+        striking = {fault.kind: fault for fault in faults}
+        for fault in faults:
+            if fault.kind in (FaultKind.DELAY, FaultKind.HANG):
                 self._sleep(fault.delay_s)
-        for fault in striking:
-            if fault.kind is FaultKind.ERROR:
-                if fault.error is not None:
-                    raise fault.error(key, self.url)
-                raise Unavailable("fault: the store is away", key=key, url=self.url)
-        return {fault.kind for fault in striking}
+        self._drip(striking, nbytes)
+        for fault in faults:
+            if fault.kind in _REFUSALS:
+                raise self._refusal(fault, key, creating=creating)
+        return striking
 
-    def _after(self, kinds: set[FaultKind], key: str, *, creating: bool = False) -> None:
+    def _drip(self, striking: dict[FaultKind, Fault], nbytes: int) -> None:
+        if FaultKind.DRIP in striking and nbytes:
+            self._sleep(nbytes / striking[FaultKind.DRIP].bytes_per_s)
+
+    def _refusal(self, fault: Fault, key: str, *, creating: bool) -> StorageError:
+        """Return what the drivers make of such an answer, or of none."""
+        if fault.error is not None:
+            return fault.error(key, self.url)
+        match fault.kind:
+            case FaultKind.SLOW_DOWN | FaultKind.LIMIT:
+                return Throttled("fault: slow down", key=key, url=self.url)
+            case FaultKind.EXPIRED:
+                return PermissionDenied("fault: the credentials have expired", key=key, url=self.url, retryable=True)
+            case FaultKind.SKEWED:
+                return ClockSkew("fault: the clock is off", key=key, url=self.url)
+            case FaultKind.RESET | FaultKind.HANG if creating:
+                return OutcomeUnknown("fault: nothing answered", key=key, url=self.url)
+            case _:
+                return Unavailable("fault: the store is away", key=key, url=self.url)
+
+    def _after(self, kinds: dict[FaultKind, Fault], key: str, *, creating: bool = False) -> None:
         if FaultKind.ANSWER_LOST in kinds:
             condition = OutcomeUnknown if creating else Unavailable
             raise condition("fault: the answer was lost", key=key, url=self.url)
-
-    def _strikes(self, op: Op, key: str) -> tuple[Fault, ...]:
-        striking = []
-        with self._lock:
-            for script in self._scripts:
-                fault = script.fault
-                fits = fault.op in {None, op} and _SPOILS.get(fault.kind, op) is op
-                if not fits or not key.startswith(fault.prefix):
-                    continue
-                script.calls += 1
-                is_spent = fault.times is not None and script.struck >= fault.times
-                if script.calls < fault.nth or is_spent:
-                    continue
-                if fault.probability < 1.0 and self._random.random() >= fault.probability:
-                    continue
-                script.struck += 1
-                striking.append(fault)
-                self._fired.append(Fired(fault=fault, op=op, key=key, call=script.calls))
-        return tuple(striking)
 
     def _flip_bit(self, view: memoryview) -> None:
         with self._lock:

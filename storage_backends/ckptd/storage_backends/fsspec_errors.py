@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 __all__ = ["translated"]
 
 # Class names, so that neither botocore nor aiohttp is imported for a protocol without them.
-_NOT_REACHED = {"EndpointConnectionError", "ConnectTimeoutError", "ClientConnectorError", "ProxyConnectionError"}
+_NOT_REACHED = {"ConnectTimeoutError", "ClientConnectorError", "ProxyConnectionError", "gaierror"}
 _NO_LANGUAGE = {"SSLError", "ClientConnectorCertificateError"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOTokenLoadError"}
 _BROKEN_OFF = {
+    "EndpointConnectionError",
     "ConnectionClosedError",
     "ReadTimeoutError",
     "HTTPClientError",
@@ -76,7 +77,7 @@ def _condition(error: Exception, key: str | None, url: str, *, creating: bool) -
             status=None,
             code=None,
             text=text,
-            reached=not names & _NOT_REACHED,
+            reached=not (names | _cause_of_no_endpoint(error)) & _NOT_REACHED,
             passing=not names & _NO_LANGUAGE,
         )
         return condition(answer, key=key, url=url, creating=creating)
@@ -93,6 +94,17 @@ def _condition(error: Exception, key: str | None, url: str, *, creating: bool) -
     if isinstance(error, PermissionError) or (isinstance(error, OSError) and error.errno in _FORBIDDEN):
         return PermissionDenied(text, key=key, url=url)
     return StorageError(text, key=key, url=url)
+
+
+def _cause_of_no_endpoint(error: Exception) -> set[str]:
+    """Return the class names of what is behind an EndpointConnectionError, nothing for other errors.
+
+    aiobotocore raises it for a connection that never came about and for one that was reset with the request on its way.
+    """
+    cause = error.__cause__ or error.__context__
+    if type(error).__name__ != "EndpointConnectionError" or cause is None:
+        return set()
+    return {kind.__name__ for kind in type(cause).__mro__}
 
 
 def _service_response(error: BaseException | None) -> dict[str, Any] | None:

@@ -47,6 +47,8 @@ _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _WHERE = re.compile(r"(Error performing \w+) \S+ in \S+ - |\?\S+")
+# Not "kind: ConnectionReset": that ends a connection which stood, and the request may have been served on it.
+_NEVER_CONNECTED = re.compile(r"kind: Connect\b")
 _TLS = re.compile(r"certificate|InvalidContentType|tls|ssl", re.IGNORECASE)
 _OWN_OPTIONS = {"endpoint_url", "profile", "small_timeout_s", "bulk_timeout_s", "conditional_put"}
 
@@ -263,7 +265,7 @@ def _answer(error: Exception) -> Answer:
         status=None,
         code=None,
         text=reason,
-        reached="kind: Connect" not in detail,
+        reached=_NEVER_CONNECTED.search(detail) is None,
         passing=_TLS.search(detail) is None,
     )
 

@@ -24,6 +24,7 @@ from ckptd.chaos.cluster.fork_server import TAG, process_name
 from ckptd.chaos.cluster.launcher import Launcher
 from ckptd.chaos.cluster.node import AGENT_COMMAND, Node, Place
 from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
+from ckptd.chaos.cluster.proxied import ProxiedStore
 from ckptd.chaos.watch import read_tail, wait_until
 
 _READY_DEADLINE = timedelta(seconds=60)
@@ -121,6 +122,8 @@ class Cluster:
         self._shm = Path("/dev/shm") / f"ckptd-chaos-{self.tag}"  # noqa: S108 - shared memory, mode 0700 below
         self._run = Path(tempfile.gettempdir()) / f"ckptd-chaos-{self.tag}"
         self._janitor: Leashed | None = None
+        self.proxied: ProxiedStore | None = None
+        """The store as its processes see it, where it can be made to fail."""
         self.nodes: list[Node] = []
         self.gone: list[Node] = []
         """Nodes that were lost or replaced, also paused ones that still live."""

@@ -51,6 +51,11 @@ def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
     Raises:
         NemesisError: The target does not live.
     """
+    if fault.store is not None:
+        if cluster.proxied is None:
+            raise NemesisError("there is no proxy before the store")
+        cluster.proxied.order(fault)
+        return Harm(pids=())
     if fault.do == "continue":
         return _wake(fault, cluster)
     if fault.kind == "rank" and fault.which is not None:
