@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
@@ -214,3 +215,51 @@ def test_one_hit_is_the_nth_however_many_threads_pass() -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(hit, range(1000))) == 1
+
+
+STOPPED = """
+import mmap, sys, threading
+from ckptd.protos import failpoints
+
+page = mmap.mmap(int(sys.argv[1]), 4096)
+failpoints.configure("here=stop", known={"here"})
+
+def busy():
+    while True:
+        sum(range(1000))
+
+def passes():
+    for _ in range(50):
+        page[0] = 0
+        failpoints.failpoint("here")
+        page[0] = 1
+        while not page[1]:
+            pass
+        page[1] = 0
+
+for _ in range(3):
+    threading.Thread(target=busy, daemon=True).start()
+worker = threading.Thread(target=passes)
+worker.start()
+worker.join()
+"""
+
+
+def test_nothing_after_a_stop_runs_before_the_process_goes_on(tmp_path: Path) -> None:
+    """However many threads compete: a paused coordinator that had written its decision would be no zombie."""
+    early, stops = 0, 0
+    with (tmp_path / "page").open("w+b") as file:
+        file.truncate(4096)
+        page = mmap.mmap(file.fileno(), 4096)
+        command = [sys.executable, "-c", STOPPED, str(file.fileno())]
+        with subprocess.Popen(command, pass_fds=[file.fileno()]) as child:
+            while True:
+                _, status = os.waitpid(child.pid, os.WUNTRACED)
+                if not os.WIFSTOPPED(status):
+                    child.returncode = os.waitstatus_to_exitcode(status)
+                    break
+                stops += 1
+                early += page[0]
+                os.kill(child.pid, signal.SIGCONT)
+                page[1] = 1
+    assert (child.returncode, stops, early) == (0, 50, 0)

@@ -192,7 +192,7 @@ def test_ranks_ask_another_coordinator_process_again() -> None:
 def test_an_offer_that_comes_again_answers_a_rank_that_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank's connection broke, not its agent: the step is loaded already, and nothing else would answer."""
     monkeypatch.setattr(
-        NodeRestore, "_stored_parts", lambda _self, attempt, stored, rank: [attempt.number, stored, rank]
+        NodeRestore, "_stored_parts", lambda _self, attempt, stored, rank, _detail: [attempt.number, stored, rank]
     )
 
     async def play() -> list[Any]:

@@ -18,6 +18,7 @@ import itertools
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -154,7 +155,8 @@ def failpoint(name: str, detail: str = "") -> None:
     if action.verb == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif action.verb == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this very thread: sent to the process, another thread may take it, and this one goes on for a while.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif action.verb == "exit":
         os._exit(int(action.argument))
     elif action.verb == "delay":
