@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,6 +135,7 @@ def test_an_action_is_logged_before_it_acts(tmp_path: Path, monkeypatch: pytest.
         acts.append((*what, log.read_text().splitlines()[-1]))
 
     monkeypatch.setattr(os, "kill", act)
+    monkeypatch.setattr(signal, "pthread_kill", act)
     monkeypatch.setattr(os, "_exit", act)
     monkeypatch.setattr(time, "sleep", act)
     configure("k=kill@2;s=stop;e=exit:9;d=delay:0.25", log_path=str(log))
@@ -142,7 +144,7 @@ def test_an_action_is_logged_before_it_acts(tmp_path: Path, monkeypatch: pytest.
     me = os.getpid()
     assert acts == [
         (me, signal.SIGKILL, f"{me} k kill 2"),
-        (me, signal.SIGSTOP, f"{me} s stop 1"),
+        (threading.get_ident(), signal.SIGSTOP, f"{me} s stop 1"),
         (9, f"{me} e exit 1"),
         (0.25, f"{me} d delay 1"),
     ]
