@@ -10,7 +10,9 @@ import pytest
 from fixtures.coordinated import NODES, Play, Run
 from fixtures.raw_rank import options
 
+from ckptd.daemon import restore_plan
 from ckptd.daemon.any_mesh import Wanted
+from ckptd.daemon.errors import CorruptError
 from ckptd.daemon.restores import NodeRestore
 from ckptd.daemon.session import Session
 from ckptd.daemon.telemetry import EventLog
@@ -206,3 +208,51 @@ def test_an_offer_that_comes_again_answers_a_rank_that_asked_again(monkeypatch: 
         return list(await asyncio.wait_for(asked, 10))
 
     assert asyncio.run(play()) == [1, "stored", 0]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])
+def test_what_is_late_for_a_coordinator_that_is_gone_is_not_said_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The next one counts its attempts from one again: it would take the words for its own step's, verified or corrupt."""
+
+    def late(*_: object, **__: object) -> Any:
+        if fails:
+            raise CorruptError.of("one bit is wrong")
+        return "stored"
+
+    def fetched(*_: object, **__: object) -> Any:
+        restores._attempt = newer[0]
+        late()
+        return SimpleNamespace(bytes_by_tier={}, arena_bytes=0, window_bytes=0)
+
+    monkeypatch.setattr(restore_plan, "load", late)
+    monkeypatch.setattr(restore_plan, "fetch", fetched)
+    newer: list[Any] = []
+    restores, session = node_restore()
+    said: list[Any] = []
+
+    async def play() -> bool:
+        restores._held.store = restores._held.fetcher = None  # type: ignore[assignment] # not reached
+        restores.on_message(chosen(1))
+        older = restores._attempt
+        assert older is not None
+        restores.coordinator_restarted()
+        asked = asyncio.get_running_loop().create_task(restores.ask(session, RestoreRequest()))
+        await asyncio.sleep(0)
+        restores._link.say = said.append  # type: ignore[method-assign, assignment]
+        await restores._load(older)
+        restores.on_message(chosen(1))
+        newer.append(restores._attempt)
+        if fails:
+            older.loaded.set_result("stored")  # type: ignore[arg-type]
+        restores._attempt = older
+        older.wants[0] = SimpleNamespace(wanted=Wanted())  # type: ignore[assignment]
+        await restores._fetch(older)
+        answered = asked.done()
+        asked.cancel()
+        return answered
+
+    assert asyncio.run(play()) is False
+    assert restores._attempt is newer[0]
+    assert said == []

@@ -105,8 +105,9 @@ class NodeRestore:
         if rank in self._superseded and attempt is not None:
             self._superseded.discard(rank)
             stored = await self._within(asyncio.shield(attempt.loaded), timeout, session)
-            attempt.told.add(rank)
-            return self._stored_parts(attempt, stored, rank, request.detail)
+            if self._attempt is attempt:
+                attempt.told.add(rank)
+                return self._stored_parts(attempt, stored, rank, request.detail)
         ask = Ask(request=request, answer=asyncio.get_running_loop().create_future())
         self._asks[rank] = ask
         self._link.say(self._restore_message(rank, request))
@@ -267,8 +268,10 @@ class NodeRestore:
                 wire_error(failure, phase="restore", step=attempt.chosen.step.step, node=self._node),
             )
             return
-        attempt.loaded.set_result(stored)
-        self._answer_asks(attempt, stored)
+        if not attempt.loaded.done():
+            attempt.loaded.set_result(stored)
+        if self._attempt is attempt:
+            self._answer_asks(attempt, stored)
 
     def _answer_asks(self, attempt: Attempt, stored: Stored) -> None:
         for rank, ask in self._asks.items():
@@ -280,6 +283,8 @@ class NodeRestore:
         """Plan, fetch and verify what all ranks of the node want."""
         loop = asyncio.get_running_loop()
         stored = await attempt.loaded
+        if self._is_over(attempt):
+            return
         failpoint("restores.before_fetch")
         snapshot = self._held_snapshot(attempt)
         if snapshot is not None:
@@ -306,9 +311,7 @@ class NodeRestore:
                 wire_error(failure, phase="restore", step=attempt.chosen.step.step, node=self._node),
             )
             return
-        if self._attempt is None:
-            # The restore failed on all ranks meanwhile: nobody will say that it has copied.
-            self._held.arena.release()
+        if self._is_over(attempt):
             return
         self._log.emit(
             "fetched",
@@ -398,7 +401,16 @@ class NodeRestore:
         for rank in attempt.wants:
             self._link.say(NodeMessage(restore_ready=NodeMessage.RestoreReady(rank=rank, attempt=attempt.number)))
 
+    def _is_over(self, attempt: Attempt) -> bool:
+        """Say whether nobody will copy what the attempt fetches; a later attempt's fetch has a file of its own."""
+        if self._attempt is None:
+            self._held.arena.release()
+        return self._attempt is not attempt
+
     def _failed(self, attempt: Attempt, rank: int, error: Error) -> None:
+        """Tell the coordinator, unless the attempt is over: one that started since may have given its number to another step."""
+        if self._attempt is not attempt:
+            return
         self._log.emit(
             "restore_failed_local", job=self._held.job, node=self._node, error=error.message, object=error.object
         )
