@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fixtures.counting_store import CountingStore, shared_folder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +32,6 @@ from ckptd.protos.error_pb2 import REASON_ABORTED
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, RankSection
 from ckptd.storage_backends.base import PutMode
-from ckptd.storage_backends.memory import MemoryStore
 
 Array: TypeAlias = npt.NDArray[np.int16]
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
@@ -43,24 +40,10 @@ T1 = Timeline(1, "0123456789ab")
 DEADLINE_S = 30.0
 
 
-class Counting(MemoryStore):
-    """A store that remembers what was read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-
-    def get_into(self, key: str, buffer: memoryview, *, offset: int = 0) -> None:
-        self.reads.append(key)
-        super().get_into(key, buffer, offset=offset)
-
-
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="ckptd-test-arrangement-", dir=parent))
-    yield folder
-    shutil.rmtree(folder)
+    with shared_folder() as folder:
+        yield folder
 
 
 def row(name: str, whole: Array, box: Box) -> ShardRow:
@@ -90,7 +73,7 @@ class Step:
 
     def __init__(self, tensors: dict[str, Array], boxes: Sequence[Sequence[tuple[str, Box]]], chunk: int) -> None:
         self.tensors = tensors
-        self.store = Counting()
+        self.store = CountingStore()
         self.refs: dict[int, list[ChunkRef]] = {}
         sections = {}
         for rank, held in enumerate(boxes):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixtures.counting_store import CountingStore, shared_folder
 
 from ckptd.daemon.arena import Arena
 from ckptd.daemon.chunks import stream_layout
@@ -37,24 +36,10 @@ CHUNK = 640
 DEADLINE_S = 30.0
 
 
-class Counting(MemoryStore):
-    """A store that remembers what was read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads: list[str] = []
-
-    def get_into(self, key: str, buffer: memoryview, *, offset: int = 0) -> None:
-        self.reads.append(key)
-        super().get_into(key, buffer, offset=offset)
-
-
 @pytest.fixture
 def shm_dir() -> Iterator[Path]:
-    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="ckptd-test-fetch-", dir=parent))
-    yield folder
-    shutil.rmtree(folder)
+    with shared_folder() as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -120,19 +105,19 @@ def read(fetched: Fetched, rank: int, offset: int, nbytes: int) -> bytes:
 
 
 @pytest.fixture
-def store() -> Counting:
-    return Counting()
+def store() -> CountingStore:
+    return CountingStore()
 
 
 @pytest.fixture
-def fetcher(store: Counting) -> Iterator[Fetcher]:
+def fetcher(store: CountingStore) -> Iterator[Fetcher]:
     made = Fetcher(store)
     yield made
     made.close()
 
 
 class TestWhatIsHandedOut:
-    def test_streams_come_back_from_the_store(self, store: Counting, fetcher: Fetcher, arena: Arena) -> None:
+    def test_streams_come_back_from_the_store(self, store: CountingStore, fetcher: Fetcher, arena: Arena) -> None:
         """Any range of any needed stream is contiguous in a file, and its bytes are those stored."""
         streams = {rank: os.urandom(size) for rank, size in [(0, 3000), (3, 640), (5, 64)]}
         needs = {rank: stored(store, stream) for rank, stream in streams.items()}
@@ -143,7 +128,7 @@ class TestWhatIsHandedOut:
         assert fetched.bytes_by_tier == {"memory": 0, "store": 3000 + 640 + 64}
 
     def test_only_needed_chunks_are_read_and_neighbours_stand_together(
-        self, store: Counting, fetcher: Fetcher, arena: Arena
+        self, store: CountingStore, fetcher: Fetcher, arena: Arena
     ) -> None:
         """Chunks 1, 2 and 4 of a stream give two ranges; what was not needed is not there."""
         stream = os.urandom(6 * CHUNK)
@@ -158,7 +143,7 @@ class TestWhatIsHandedOut:
         with pytest.raises(KeyError):
             fetched.locate(1, 0, 1)
 
-    def test_equal_chunks_are_read_once(self, store: Counting, fetcher: Fetcher, arena: Arena) -> None:
+    def test_equal_chunks_are_read_once(self, store: CountingStore, fetcher: Fetcher, arena: Arena) -> None:
         """A chunk that stands in several streams, or twice in one, is one read and stands in each place."""
         same = os.urandom(CHUNK)
         streams = {0: same + os.urandom(CHUNK) + same, 1: same}
@@ -176,7 +161,9 @@ class TestWhatIsHandedOut:
 
 
 class TestHeldSlots:
-    def test_held_slot_is_read_in_place(self, store: Counting, fetcher: Fetcher, arena: Arena, shm_dir: Path) -> None:
+    def test_held_slot_is_read_in_place(
+        self, store: CountingStore, fetcher: Fetcher, arena: Arena, shm_dir: Path
+    ) -> None:
         """What a slot holds costs no request and no copy, objects included."""
         data, objects = os.urandom(2 * CHUNK), os.urandom(100)
         slot = slot_with(shm_dir, data, objects)
@@ -189,7 +176,7 @@ class TestHeldSlots:
         assert fetched.bytes_by_tier == {"memory": 2 * CHUNK + 100, "store": 0}
 
     def test_slot_with_one_wrong_bit_is_passed_over(
-        self, store: Counting, fetcher: Fetcher, arena: Arena, shm_dir: Path
+        self, store: CountingStore, fetcher: Fetcher, arena: Arena, shm_dir: Path
     ) -> None:
         """A slot whose bytes do not have their digests is not trusted: the store's bytes are handed out."""
         data = os.urandom(2 * CHUNK)
@@ -201,7 +188,7 @@ class TestHeldSlots:
         assert fetched.bytes_by_tier == {"memory": 0, "store": len(data)}
 
     def test_slot_that_is_too_short_or_not_staged_is_passed_over(
-        self, store: Counting, fetcher: Fetcher, arena: Arena, shm_dir: Path
+        self, store: CountingStore, fetcher: Fetcher, arena: Arena, shm_dir: Path
     ) -> None:
         """A slot that holds something else is no error, just no source."""
         data = os.urandom(4 * CHUNK)
@@ -213,7 +200,7 @@ class TestHeldSlots:
         assert fetched.bytes_by_tier["memory"] == 0
 
     def test_chunk_in_another_ranks_slot_is_copied_from_there(
-        self, store: Counting, fetcher: Fetcher, arena: Arena, shm_dir: Path
+        self, store: CountingStore, fetcher: Fetcher, arena: Arena, shm_dir: Path
     ) -> None:
         """Of a stream that no slot holds, chunks equal to a held one are not read from the store."""
         same, other = os.urandom(CHUNK), os.urandom(CHUNK)
@@ -226,7 +213,9 @@ class TestHeldSlots:
 
 
 class TestDamage:
-    def test_flipped_bit_at_rest_is_corrupt_and_named(self, store: Counting, fetcher: Fetcher, arena: Arena) -> None:
+    def test_flipped_bit_at_rest_is_corrupt_and_named(
+        self, store: CountingStore, fetcher: Fetcher, arena: Arena
+    ) -> None:
         """The error names the object and both digests; the object was read twice before it was blamed."""
         refs = stored(store, os.urandom(3 * CHUNK))
         bad = bytearray(store.get(refs[1].key))
@@ -240,7 +229,7 @@ class TestDamage:
         assert chunk_digest(bytes(bad)).hex() in caught.value.error.message
         assert store.reads.count(refs[1].key) == 2
 
-    def test_listed_object_that_is_gone_is_corrupt(self, store: Counting, fetcher: Fetcher, arena: Arena) -> None:
+    def test_listed_object_that_is_gone_is_corrupt(self, store: CountingStore, fetcher: Fetcher, arena: Arena) -> None:
         """A missing or short object is the step's fault, not an unavailable store."""
         refs = stored(store, os.urandom(2 * CHUNK))
         store.delete(refs[1].key)
@@ -251,7 +240,7 @@ class TestDamage:
         with pytest.raises(CorruptError, match="5 bytes"):
             fetcher.fetch(whole({0: refs}), {}, arena)
 
-    def test_bit_flipped_on_the_way_is_read_again(self, store: Counting, arena: Arena) -> None:
+    def test_bit_flipped_on_the_way_is_read_again(self, store: CountingStore, arena: Arena) -> None:
         """A single bad answer of the network does not condemn a good step."""
         stream = os.urandom(CHUNK)
         refs = stored(store, stream)
@@ -261,7 +250,7 @@ class TestDamage:
         fetcher.close()
         assert len(store.reads) == 2
 
-    def test_store_that_cannot_be_reached_is_not_called_corrupt(self, store: Counting, arena: Arena) -> None:
+    def test_store_that_cannot_be_reached_is_not_called_corrupt(self, store: CountingStore, arena: Arena) -> None:
         """Unavailable stays Unavailable: nobody may quarantine a step for a broken network."""
         refs = stored(store, os.urandom(CHUNK))
         fetcher = Fetcher(FaultyStore(store, Fault(kind=FaultKind.ERROR, op=Op.GET, times=None), seed=1))
@@ -275,7 +264,7 @@ class TestBounds:
         """The error names an object; a read that ends later cannot write into the next attempt's bytes."""
         hang, entered = threading.Event(), threading.Event()
 
-        class Hanging(Counting):
+        class Hanging(CountingStore):
             def get_into(self, key: str, buffer: memoryview, *, offset: int = 0) -> None:
                 entered.set()
                 hang.wait(DEADLINE_S)
