@@ -79,9 +79,12 @@ def handler(script: Script) -> type[http.server.BaseHTTPRequestHandler]:
                     return
                 script.objects[self.path] = body
             if script.hang_up == "reset":
+                script.hang_up = ""  # before the client can know: its next call may be told to break as well
+                self.close_connection = True
                 # At once and without the farewell that the server would send first.
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 os.close(self.connection.detach())
+                return
             if script.hang_up:
                 script.hang_up = ""
                 self.close_connection = True
