@@ -19,15 +19,14 @@ from ckptd.protos import error_pb2
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
-from .copying import copyable, writing
 from .differences import misfit, other_beginning, tied
 from .errors import InvalidRequest
-from .overlapping import Settled, held, overlaps, settle, sharing
+from .overlapping import held
 from .patterns import matches
 from .placements import LocalBox
 from .reshard_hooks import ReshardHook, ReshardHooks
-from .sharding import PerRank, Pieces, dtype_name, dtype_of, memory_of, pieces_of, refusal
-from .staging import plain_bytes
+from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of, refusal
+from .stand_ins import StandIns, put
 from .stored import Stored
 
 _SCOPES: dict[int, str] = {SCOPE_GLOBAL: "a piece of a global tensor", SCOPE_PER_RANK: "each rank's own"}
@@ -65,7 +64,7 @@ class Targets:
         stored: What is there.
         scope_of: The collector's rule, so that a name has the same scope in a restore as in a save.
         apart: Names whose live tensors share memory with those of other names, and the number of their group, see
-            `sharing`.
+            `StandIns`.
         hooks: Asked for tensors that were each rank's own on another mesh.
         dropped: Texts that choose tensors of modules, see `patterns`: these stay as they are here.
     """
@@ -94,10 +93,7 @@ class Targets:
         self.missing: list[str] = []
         self.mismatched: dict[str, str] = {}
         self._dtypes_differ = False
-        self._apart = apart or {}
-        self._filled: list[tuple[str, torch.Tensor]] = []
-        self._kept: list[tuple[str, torch.Tensor]] = []
-        self._overlapping: dict[str, list[Settled]] = {}
+        self._stand_ins = StandIns(apart or {})
         self._claimed: set[str] = set()
         self._claimed_objects: set[str] = set()
         if dropped:
@@ -125,11 +121,10 @@ class Targets:
         if source != name:
             self._claimed.add(name)
         if self._fits(name, source, pieces, self.scope_of(name, leaf, scope)):
-            self._filled.append((name, pieces.local))
-            is_apart = name in self._apart or overlaps(pieces.local)
-            if is_apart:
-                pieces = replace(pieces, local=self._set_apart(name, leaf, pieces.local))
-            self._want(source, pieces, is_apart=is_apart)
+            apart = self._stand_ins.filled(name, leaf, pieces.local)
+            if apart is not None:
+                pieces = replace(pieces, local=apart)
+            self._want(source, pieces, is_apart=apart is not None)
         self._claimed.add(source)
         self.tensors[name] = leaf
 
@@ -137,9 +132,7 @@ class Targets:
         """Note a live tensor that stays as it is, though what is filled may share its memory."""
         local = held(leaf).detach()
         if refusal(local) is None:
-            self._kept.append((name, local))
-            if name in self._apart:
-                _put(self._set_apart(name, leaf, local), local)
+            self._stand_ins.kept(name, leaf, local)
 
     def fits(self, name: str, leaf: object, *, scope: int) -> bool:
         """Say whether `leaf` could be filled from what is stored as `name`; asks for nothing."""
@@ -213,16 +206,7 @@ class Targets:
         self._fetch_own(name)
         self.resharding[name] = hook, leaf
         if leaf is not None:
-            local = pieces_of(leaf, name).local
-            self._filled.append((name, local))
-            if name in self._apart or overlaps(local):
-                self._set_apart(name, leaf, local)
-
-    def _set_apart(self, name: str, leaf: object, local: torch.Tensor) -> torch.Tensor:
-        """Return fresh memory that stands for a live tensor until `settle`."""
-        apart = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-        self._overlapping[name] = [(held(leaf), apart)]
-        return apart
+            self._stand_ins.filled(name, leaf, pieces_of(leaf, name).local)
 
     def resharded(self, name: str, value: object) -> None:
         """Take what a hook made of all ranks' own tensors `name`. Nothing live is changed yet.
@@ -250,8 +234,9 @@ class Targets:
             self.tensors[name] = made.clone()
             return
         self.tensors[name] = leaf
-        if name in self._overlapping:
-            _put(self._overlapping[name][0][1], made)
+        apart = self._stand_ins.value(name)
+        if apart is not None:
+            put(apart, made)
         else:
             self._resharded.append((held(leaf), made))
 
@@ -265,13 +250,7 @@ class Targets:
         Raises:
             InvalidRequest: one is dropped, and the same memory is filled under another name.
         """
-        owners = {memory_of(tensor): name for name, tensor in self._filled} if self._kept else {}
-        for name, tensor in self._kept:
-            if (owner := owners.get(memory_of(tensor))) is not None:
-                raise tied("drop", name, owner)
-        found = sharing([*self._filled, *self._kept])
-        filled = {found[name] for name, _ in self._filled if name in found}
-        return {name: group for name, group in found.items() if group in filled}
+        return self._stand_ins.sharing()
 
     def check_shared(self) -> None:
         """Check that one tensor is to hold one value. What is apart must be filled; nothing live is touched.
@@ -279,25 +258,11 @@ class Targets:
         Raises:
             InvalidRequest: stored are two values for it.
         """
-        seen: dict[int, tuple[str, torch.Tensor]] = {}
-        for name in self._apart:
-            for live, value in self._overlapping.get(name, ()):
-                other, first = seen.setdefault(id(live), (name, value))
-                if first is not value and plain_bytes(first) != plain_bytes(value):
-                    raise InvalidRequest(
-                        f"{name}: stored apart from {other} and with other values, here one tensor is both",
-                        reason=error_pb2.REASON_LAYOUT_MISMATCH,
-                        hint="restore them into tensors of their own, or leave one out",
-                        key=name,
-                        phase="restore",
-                    )
+        self._stand_ins.check()
 
     def settle(self) -> None:
         """Give tensors whose elements share memory their value. For when everything was copied."""
-        groups: dict[int, list[Settled]] = {}
-        for name, pairs in self._overlapping.items():
-            for live, value in pairs:
-                settle(live, value, beside=groups.setdefault(self._apart[name], []) if name in self._apart else [])
+        self._stand_ins.settle()
 
     def tie(self, name: str, owner: str, leaf: object) -> None:
         """Say that `leaf`, called `name`, shares the memory of `owner`, which is filled.
@@ -310,8 +275,7 @@ class Targets:
             raise tied("drop", name, owner)
         if self._is_dropped(name):
             return
-        if owner in self._overlapping:
-            self._overlapping[owner].append((held(leaf), self._overlapping[owner][0][1]))
+        self._stand_ins.tie(owner, leaf)
         if (name in self.stored.rows or name in self.stored.own_rows) and name not in self._claimed:
             self.mismatched[name] = f"stored apart, here tied to {owner}"
         elif name not in self.stored.rows and name not in self.stored.aliases:
@@ -416,7 +380,7 @@ class Targets:
     def finish(self) -> None:
         """Put in place what was fetched or made elsewhere. Everything has been verified."""
         for live, made in self._resharded:
-            _put(live, made)
+            put(live, made)
         self._resharded.clear()
 
     def _way_out(self) -> str:
@@ -449,13 +413,6 @@ class Targets:
             hint=other_beginning(missing, unexpected) or self._way_out(),
             step=step,
         )
-
-
-def _put(into: torch.Tensor, made: torch.Tensor) -> None:
-    if into.dtype == made.dtype:
-        into, made = copyable(into), copyable(made)
-    with writing(into):
-        into.copy_(made)
 
 
 def _row_of(first: ShardRow, box: LocalBox, dtype: torch.dtype) -> ShardRow:
