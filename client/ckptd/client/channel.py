@@ -92,12 +92,17 @@ def error_of(failure: grpc.RpcError, *, phase: str) -> CkptdError:
     return CkptdError(f"the agent failed: {code.name}: {details}", phase=phase)
 
 
+def was_answered(failure: grpc.RpcError) -> bool:
+    """Say whether it is the agent that answered with an error, as opposed to gRPC on this side."""
+    metadata = failure.trailing_metadata() if isinstance(failure, grpc.Call) else None
+    return any(key == ERROR_METADATA for key, _ in metadata or ())
+
+
 def is_lost(failure: grpc.RpcError) -> bool:
     """Say whether the connection broke, as opposed to the agent answering with an error."""
     if not isinstance(failure, grpc.Call):
         return True
-    answered = any(key == ERROR_METADATA for key, _ in failure.trailing_metadata() or ())
-    return not answered and failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return not was_answered(failure) and failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def listener_pid(path: Path) -> int | None:

@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from ckptd.daemon import rpc
 from ckptd.daemon.agent import Agent, write_ready_file
@@ -33,11 +34,10 @@ SOCKET_NAME = "agent.sock"
 _IDLE_LOOK_S = 0.5
 
 
-def run(config: AgentConfig) -> int:
+def run(config: AgentConfig) -> NoReturn:
     """Run an agent until it is told to end or, where `idle_exit_s` is set, has had nothing to do for that long.
 
-    Returns:
-        0, or 3 when uploads were not done.
+    Ends the process: with 0, or 3 when uploads were not done.
 
     Raises:
         DaemonError: it cannot start: a folder, the socket or the address cannot be used.
@@ -48,12 +48,12 @@ def run(config: AgentConfig) -> int:
         prepare_folder(config.run_dir)
         lock = _lock(config.run_dir / "agent.lock")
     try:
-        return asyncio.run(_serve(config))
+        asyncio.run(_serve(config))
     finally:
         os.close(lock)
 
 
-async def _serve(config: AgentConfig) -> int:
+async def _serve(config: AgentConfig) -> NoReturn:
     loop = asyncio.get_running_loop()
     path = config.run_dir / SOCKET_NAME
     rpc.prepare_socket(path)
@@ -80,10 +80,9 @@ async def _serve(config: AgentConfig) -> int:
     path.unlink(missing_ok=True)
     log.emit("stopped", node=agent.node, flushed=flushed)
     log.close()
-    if not flushed:
-        # Threads may still hang in the store; what is staged stays in shared memory for the next agent.
-        os._exit(EXIT_UNFLUSHED)
-    return EXIT_OK
+    # Not by returning: threads may still hang in the store, and the interpreter would wait for them. All that is to be kept
+    # is: what is staged stays in shared memory for the next agent.
+    os._exit(EXIT_OK if flushed else EXIT_UNFLUSHED)
 
 
 async def _until_stopped(agent: Agent, stop: asyncio.Event, idle_exit_s: float) -> bool:
