@@ -111,6 +111,15 @@ def listener_pid(path: Path) -> int | None:
     Raises:
         InvalidRequest: somebody may listen, but this user may not connect.
     """
+    if not hasattr(socket, "AF_UNIX"):
+        # A TCP port in place of the socket would be open to every user of the machine.
+        raise InvalidRequest(
+            "an agent is reached over a Unix socket, and this system has none",
+            reason=error_pb2.REASON_NOT_ALLOWED,
+            hint="run agents and trainers on Linux or macOS; on Windows in WSL 2",
+            key=str(path),
+            phase="register",
+        )
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(2.0)
         try:

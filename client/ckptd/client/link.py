@@ -368,9 +368,11 @@ def _after_fork_in_child() -> None:
         link._leave_to_parent()  # noqa: SLF001 - same module
 
 
-def register_fork_hook(register: Callable[..., None] = os.register_at_fork) -> None:
-    """Make every link step aside in forked children."""
-    register(after_in_child=_after_fork_in_child)
+def register_fork_hook(register: Callable[..., None] | None = None) -> None:
+    """Make every link step aside in forked children, where processes fork."""
+    chosen = register or getattr(os, "register_at_fork", None)
+    if chosen is not None:
+        chosen(after_in_child=_after_fork_in_child)
 
 
 register_fork_hook()
