@@ -38,7 +38,7 @@ def start(state: State) -> Procedure:
         if refused is None and not state.lead.options.read_only:
             refused = yield from _claim(state)
         if refused is None:
-            yield from _resolve(state)
+            yield from resolve(state)
     except DaemonError as wrong:
         refused = wrong.error
     except Exception as failure:  # the store: the run cannot start
@@ -221,7 +221,7 @@ def _claim_of(state: State, timeline: Timeline) -> Claim:
 # ---------------------------------------------------------------- resolve
 
 
-def _resolve(state: State) -> Procedure:
+def resolve(state: State) -> Procedure:
     """R2: the newest record of older timelines, then whole undecided steps of its timeline, ascending."""
     while True:
         log = yield from _log_with_claim(state, ListKeys(prefix=keys.LOG_PREFIX, label="list_log"), state.timeline)
