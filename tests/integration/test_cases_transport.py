@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import queue
+import functools
 import signal
 import subprocess
 import threading
@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import grpc
 import pytest
+from fixtures import raw_rank
 from fixtures.agents import AgentProcess, Agents
 from fixtures.raw_job import Job, state_of
 from fixtures.raw_rank import RawRank
@@ -81,20 +83,15 @@ def test_s115_a_quiet_stream_and_an_idle_channel_outlive_hasty_pings(agents: Age
     server.stop(grace=None)
 
     agent = agents.new()
-    job = Job(f"file://{tmp_path}/root", [agent], 1)
+    with mock.patch.object(raw_rank.grpc, "insecure_channel", functools.partial(grpc.insecure_channel, options=HASTY)):
+        job = Job(f"file://{tmp_path}/root", [agent], 1)
     [rank] = job.ranks
     job.restored()
-    rank.stream.cancel()
-    rank.channel.close()
     idle = grpc.insecure_channel(f"unix:{agent.socket}", options=HASTY)
     hello = agent_pb2.HelloRequest(min_version=1, max_version=1)
     AgentStub(idle).Hello(hello, timeout=30)
     states: list[grpc.ChannelConnectivity] = []
     idle.subscribe(states.append)
-    rank.channel = grpc.insecure_channel(f"unix:{agent.socket}", options=HASTY)
-    rank.stub = AgentStub(rank.channel)
-    rank.events = queue.Queue()
-    rank.attach(rank.about.endpoint)
     quiet = threading.Event()
     quiet.wait(QUIET_S)  # the silence itself
     assert rank.save(1, state_of(1, 0), {"rng": b"r1.0"}).go

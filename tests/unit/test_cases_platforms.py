@@ -12,7 +12,8 @@ import pytest
 OTHERS = """
 import os, socket, sys
 for module in ("numpy", "grpc", "grpc.aio", "pydantic_settings", "typer", "rich.console", "psutil", "obstore", "fsspec",
-               "cryptography.x509", "blake3", "xxhash", "tenacity", "torch", "torch.distributed", "safetensors", "tempfile"):
+               "cryptography.x509", "blake3", "xxhash", "tenacity", "torch", "torch.distributed", "torch.distributed.checkpoint",
+               "torch.distributed.tensor", "torch.distributed.fsdp", "torch.utils.data", "safetensors", "tempfile"):
     __import__(module)  # theirs is their own business
 """
 LACKS = {
