@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,63 +40,74 @@ for package in (ckptd.client, ckptd.daemon, ckptd.protos, ckptd.storage_backends
 """
 
 
-def run(platform: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a Python that takes itself for one of that system."""
-    return subprocess.run(
-        [sys.executable, "-c", PATCH[platform] + code],
-        env={**os.environ},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+THEN = {
+    "win32": """
+socket.socket.listen = lambda *_: print("LISTENS")
+from ckptd.daemon.cli import main
+print("code", main(["agent", "--run-dir", "FOLDER/run", "--data-dir", "FOLDER/data"]))
+from ckptd.client import Checkpointer, InvalidRequest
+try:
+    Checkpointer("file:///data/x", job="job", socket="FOLDER/agent.sock")
+except InvalidRequest as error:
+    print(error)
+""",
+    "darwin": """
+from pathlib import Path
+from ckptd.daemon.shared_files import SharedFile
+from ckptd.daemon.config import default_shm_dir
+print("shm", default_shm_dir())
+file = SharedFile.create(Path("FOLDER/x.slot"), 3 << 20)
+print("reserved", file.nbytes, os.stat(file.path).st_blocks * 512 >= 3 << 20)
+file.touch()
+file.view[:3] = b"abc"
+print("kept", file.path.read_bytes()[:4] == b"abc" + bytes(1))
+file.remove()
+print("gone", not file.path.exists())
+""",
+}
+Done = subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Done, Path]]:
+    """Runs a Python that takes itself for one of another system, once for each: it imports everything, then uses it."""
+
+    @functools.cache
+    def run(platform: str) -> tuple[Done, Path]:
+        folder = tmp_path_factory.mktemp(platform)
+        code = PATCH[platform] + IMPORTS + 'print("imported")\n' + THEN[platform].replace("FOLDER", str(folder))
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False), folder
+
+    return run
+
+
+Elsewhere = Callable[[str], tuple[Done, Path]]
 
 
 @pytest.mark.parametrize("platform", sorted(PATCH))
-def test_s112_everything_can_be_imported(platform: str) -> None:
+def test_s112_everything_can_be_imported(elsewhere: Elsewhere, platform: str) -> None:
     """Client, agent, verbs and drivers, whatever the system lacks."""
-    done = run(platform, IMPORTS)
+    done, _ = elsewhere(platform)
+    assert "imported" in done.stdout, done.stderr[-3000:]
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def test_s112_an_agent_without_unix_sockets_is_refused_and_opens_no_port(tmp_path: Path) -> None:
+def test_s112_an_agent_without_unix_sockets_is_refused_and_opens_no_port(elsewhere: Elsewhere) -> None:
     """One sentence and exit code 2, for the agent; the client says the same. Never a TCP port that every user could reach."""
-    code = f"""
-import socket
-socket.socket.listen = lambda *_: print("LISTENS")
-from ckptd.daemon.cli import main
-print("code", main(["agent", "--run-dir", {str(tmp_path / "run")!r}, "--data-dir", {str(tmp_path / "data")!r}]))
-from ckptd.client import Checkpointer, InvalidRequest
-try:
-    Checkpointer("file:///data/x", job="job", socket={str(tmp_path / "agent.sock")!r})
-except InvalidRequest as error:
-    print(error)
-"""
-    done = run("win32", code)
+    done, folder = elsewhere("win32")
     assert "LISTENS" not in done.stdout
     assert "code 2" in done.stdout, done.stderr[-2000:]
     assert "an agent needs Unix sockets" in done.stderr
     assert "this system has none" in done.stdout
-    assert not (tmp_path / "run").exists()
+    assert list(folder.iterdir()) == []
 
 
-def test_s112_slots_work_where_nothing_can_be_reserved_or_punched(tmp_path: Path) -> None:
+def test_s112_slots_work_where_nothing_can_be_reserved_or_punched(elsewhere: Elsewhere) -> None:
     """What macOS lacks: a slot file is written full instead, keeps its bytes, and goes."""
-    code = f"""
-from pathlib import Path
-from ckptd.daemon.shared_files import SharedFile
-from ckptd.daemon.config import default_shm_dir
-assert not str(default_shm_dir()).startswith("/dev/shm")
-file = SharedFile.create(Path({str(tmp_path)!r}) / "x.slot", 3 << 20)
-assert file.nbytes == 3 << 20 and os.stat(file.path).st_blocks * 512 >= 3 << 20
-file.touch()
-file.view[:3] = b"abc"
-assert file.path.read_bytes()[:4] == b"abc" + bytes(1)
-file.remove()
-assert not file.path.exists()
-"""
-    done = run("darwin", code)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done, _ = elsewhere("darwin")
+    assert "shm /dev/shm" not in done.stdout
+    assert "reserved 3145728 True\nkept True\ngone True" in done.stdout, done.stderr[-3000:]
 
 
 def test_s112_tests_that_need_linux_are_skipped_elsewhere_with_a_reason(tmp_path: Path) -> None:
