@@ -319,13 +319,14 @@ def test_s066_a_client_works_whatever_loop_runs_around_it(agents: Agents, seawee
         env={**os.environ, **seaweed.env()},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     complaints = [
         line
         for line in done.stderr.splitlines()
-        if any(word in line for word in ("loop", "nclosed", "ResourceWarning", "never awaited", "Traceback"))
+        if not line.startswith("Executing ")  # dev mode's word on slow callbacks, with the code's own names in it
+        and any(word in line for word in ("loop", "nclosed", "ResourceWarning", "never awaited", "Traceback"))
     ]
     assert (done.returncode, complaints) == (0, []), done.stderr
     assert done.stdout.split() == ["11"]

@@ -15,7 +15,6 @@ from unittest import mock
 
 import grpc
 import pytest
-from fixtures import raw_rank
 from fixtures.agents import AgentProcess, Agents
 from fixtures.raw_job import Job, state_of
 from fixtures.raw_rank import RawRank
@@ -83,7 +82,7 @@ def test_s115_a_quiet_stream_and_an_idle_channel_outlive_hasty_pings(agents: Age
     server.stop(grace=None)
 
     agent = agents.new()
-    with mock.patch.object(raw_rank.grpc, "insecure_channel", functools.partial(grpc.insecure_channel, options=HASTY)):
+    with mock.patch("fixtures.raw_rank.grpc.insecure_channel", functools.partial(grpc.insecure_channel, options=HASTY)):
         job = Job(f"file://{tmp_path}/root", [agent], 1)
     [rank] = job.ranks
     job.restored()

@@ -386,7 +386,7 @@ def test_a_fault_that_finds_nothing_to_spoil_is_not_used_up() -> None:
         else:
             assert store.get("empty") == b""
             store.get_into("empty", memoryview(bytearray(0)))
-        assert store.fired == ()
+        assert list(store.fired) == []
         with contextlib.suppress(Truncated, Unavailable):
             assert store.get("there") != b"x"
         assert [fired.fault.kind for fired in store.fired] == [kind]
