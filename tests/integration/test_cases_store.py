@@ -329,4 +329,4 @@ def test_s066_a_client_works_whatever_loop_runs_around_it(agents: Agents, seawee
         and any(word in line for word in ("loop", "nclosed", "ResourceWarning", "never awaited", "Traceback"))
     ]
     assert (done.returncode, complaints) == (0, []), done.stderr
-    assert done.stdout.split() == ["11"]
+    assert done.stdout.split() == ["12"]
