@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -15,3 +18,13 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["fixtures.agents", "fixtures.seaweed", "fixtures.two_nodes", "fixtures.two_rank_root"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs Linux elsewhere: real agents use /dev/shm, /proc, network namespaces and signals of that system."""
+    if sys.platform.startswith("linux"):
+        return
+    reason = pytest.mark.skip(reason=f"needs Linux (/dev/shm, /proc, fork), not {sys.platform}")
+    for item in items:
+        if {"integration", "chaos", "s3"} & {mark.name for mark in item.iter_markers()}:
+            item.add_marker(reason)

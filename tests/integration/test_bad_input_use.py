@@ -91,7 +91,8 @@ def test_a_step_that_is_none_is_refused_before_the_agent_hears_of_it(
     ("settings", "reason", "words"),
     [
         ({"slot": 2}, "INVALID_ARGUMENT", "slot: Extra inputs are not permitted"),
-        ({"slots": 0}, "INVALID_ARGUMENT", "slots: Input should be greater than or equal to 1"),
+        ({"slots": 0}, "INVALID_ARGUMENT", "equal to 1, not 0 (allowed: at least 1, at most 16)"),
+        ({"copy_threads": 65}, "INVALID_ARGUMENT", "not 65 (allowed: at least 1, at most 64)"),
         ({"slots": 17, "begin_timeout_s": -1}, "INVALID_ARGUMENT", "begin_timeout_s: Input should be greater than 0"),
         ({"begin_timeout_s": float("nan")}, "INVALID_ARGUMENT", "begin_timeout_s"),
         ({"transport": "pigeon"}, "INVALID_ARGUMENT", "transport: Input should be 'auto', 'shm' or 'stream'"),
@@ -104,7 +105,7 @@ def test_a_step_that_is_none_is_refused_before_the_agent_hears_of_it(
         ({"socket": None, "run_dir": Path("/tmp/" + "s" * 120)}, "INVALID_ARGUMENT", "has 136 bytes"),
     ],
 )
-def test_settings_that_are_wrong_are_refused_with_name_and_range(
+def test_s069_settings_that_are_wrong_are_refused_with_name_value_and_range(
     node: AgentProcess, tmp_path: Path, settings: dict[str, Any], reason: str, words: str
 ) -> None:
     """Unknown names and values out of range never reach an agent; every wrong one is named, with a way out."""
@@ -202,6 +203,10 @@ def test_a_dead_agent_costs_saves_until_it_is_back_and_no_more(agents: Agents, t
         ("agent --config {folder}/none.toml", "none.toml cannot be read: No such file or directory"),
         ("agent --config {folder}/wrong.toml", "prot = 1 (from {folder}/wrong.toml): unknown key"),
         ("agent --run-dir relative", "must be an absolute path"),
+        ("agent --drain-s=-1", "drain_s = -1.0 (from --drain-s)"),
+        ("agent --port 65536", "(allowed: at least 0, at most 65535)"),
+        ("verify --readers 65 file:///data/x", "'--readers': Input should be less than or equal to 64"),
+        ("verify --readers -1 file:///data/x", "'--readers': Input should be greater than or equal to 1"),
         ("agent --run-dir {folder} --listen 0.0.0.0", "--insecure"),
         ("agent --run-dir {folder} --listen no.such.host.invalid", "is no address of a host"),
         ("ls", "Missing argument 'ROOT'"),
@@ -212,7 +217,7 @@ def test_a_dead_agent_costs_saves_until_it_is_back_and_no_more(agents: Agents, t
         ("sweep s3://ab", "is no bucket name"),
     ],
 )
-def test_wrong_use_of_a_command_is_one_line_and_exit_code_2(
+def test_s069_wrong_use_of_a_command_is_one_line_and_exit_code_2(
     folder: Path, capsys: pytest.CaptureFixture[str], arguments: str, words: str
 ) -> None:
     """What is wrong, on stderr alone, in one sentence; a script can tell it from every other failure."""

@@ -117,9 +117,10 @@ def test_all_unknown_keys_and_bad_values_are_named_in_one_error(tmp_path: Path) 
     for part in (
         f"prot = 1 (from {file}): unknown key",
         f"section = {{'port': 'x'}} (from {file}): unknown key",
-        f"drain_s = -1 (from {file}): Input should be greater than or equal to 0",
-        "port = 70000 (from --port): Input should be less than or equal to 65535",
+        f"drain_s = -1 (from {file}): Input should be greater than or equal to 0 (allowed: at least 0, at most 86400)",
+        "port = 70000 (from --port): Input should be less than or equal to 65535 (allowed: at least 0, at most 65535)",
         "hash_threads = 'many' (from CKPTD_HASH_THREADS): Input should be a valid integer",
+        "(allowed: at least 1, at most 64)",
         "--print-config",
     ):
         assert part in message
@@ -134,6 +135,8 @@ def test_all_unknown_keys_and_bad_values_are_named_in_one_error(tmp_path: Path) 
         ("hash_threads", "0"),
         ("hash_threads", "65"),
         ("put_concurrency", "257"),
+        ("put_concurrency", "-1"),
+        ("restore_window_bytes", "1024"),
         ("store_deadline_s", "0"),
         ("store_deadline_s", "nan"),
         ("node_grace_s", "inf"),
@@ -147,11 +150,13 @@ def test_all_unknown_keys_and_bad_values_are_named_in_one_error(tmp_path: Path) 
         ("roots", "/"),
     ],
 )
-def test_a_value_out_of_range_is_refused_with_key_value_and_source(key: str, text: str) -> None:
-    """The message leads with `key = value (from VARIABLE)`."""
+def test_s069_a_value_out_of_range_is_refused_with_key_value_and_range(key: str, text: str) -> None:
+    """The message leads with `key = value (from VARIABLE)`; numbers come with the whole range."""
     message = wrong(environment={f"CKPTD_{key.upper()}": text})
     assert message.startswith(f"{key} = ")
     assert f"(from CKPTD_{key.upper()})" in message
+    is_number = key not in {"insecure", "run_dir", "shm_dir", "roots"}
+    assert ("(allowed: " in message) == is_number
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from ckptd.daemon import slot_header
 from ckptd.daemon.chunks import ChunkSpan, StreamLayout, stream_layout
 from ckptd.daemon.errors import DaemonError, FormatError, NoSpaceError
+from ckptd.daemon.orphans import free_orphans
 from ckptd.daemon.shared_files import SharedFile
-from ckptd.daemon.slots import DATA_OFFSET, SlotFile, SlotHeader, SlotPool, SlotState, jobs_with_slots
+from ckptd.daemon.slots import DATA_OFFSET, SlotFile, SlotHeader, SlotPool, SlotState
 from ckptd.protos import shard_table
 from ckptd.protos.error_pb2 import REASON_NO_SPACE, REASON_NOT_ALLOWED
 from ckptd.protos.shard_table import ShardRow
@@ -39,6 +40,7 @@ from dataclasses import replace
 from pathlib import Path
 from ckptd.daemon import slot_header
 from ckptd.daemon.chunks import ChunkSpan, StreamLayout
+from ckptd.daemon.orphans import free_orphans
 from ckptd.daemon.slots import SlotPool, SlotState
 import numpy as np
 
@@ -407,12 +409,12 @@ class TestAdoption:
         slot = filled(pool)
         second = SlotPool(shm_dir, JOB, touch=False)
         assert second.adopt() == []
-        assert jobs_with_slots(shm_dir) == set()
+        assert free_orphans(shm_dir) == (0, 0)
         assert slot.path.exists()
         second.close()
 
     def test_other_jobs_and_other_files_are_left_alone(self, shm_dir: Path) -> None:
-        """Adoption keeps to its own job's names; the jobs that left slots can be listed."""
+        """Adoption keeps to its own job's names."""
         other = SlotPool(shm_dir, OTHER_JOB, touch=False)
         filled(other)
         other.close()
@@ -422,13 +424,29 @@ class TestAdoption:
         assert mine.adopt() == []
         mine.close()
         assert len(list(shm_dir.iterdir())) == 3
-        assert jobs_with_slots(shm_dir) == {OTHER_JOB}
+
+    def test_what_nobody_can_finish_is_given_back(self, shm_dir: Path) -> None:
+        """Torn slots, staged ones without the file that says of what, arenas and plans go; foreign files and spared jobs stay."""
+        other = SlotPool(shm_dir, OTHER_JOB, touch=False)
+        staged = filled(other)
+        other.close()
+        snapshot = shm_dir / f"{OTHER_JOB[:16]}.snapshot.{TIMELINE}.{staged.header.step:012d}.pb"
+        plan = shm_dir / f"{OTHER_JOB[:16]}.plan.00.r0.pb"
+        for path in (snapshot, plan, shm_dir / "README", shm_dir / f"probe-{'0' * 36}"):
+            path.write_bytes(b"x")
+        assert free_orphans(shm_dir) == (0, 0), "it can be finished"
+        assert free_orphans(shm_dir, leave=[OTHER_JOB]) == (0, 0)
+        snapshot.unlink()
+        assert free_orphans(shm_dir, leave=[OTHER_JOB]) == (0, 0)
+        count, nbytes = free_orphans(shm_dir)
+        assert (count, nbytes > staged.header.data_bytes) == (2, True)
+        assert sorted(path.name[:6] for path in shm_dir.iterdir()) == ["README", "probe-"]
 
     def test_unreadable_orphans_are_deleted_at_start(self, shm_dir: Path) -> None:
         """A file with no header page to read cannot be asked for by any job, and goes."""
         path = shm_dir / "0123456789abcdef.r000000.s0.00000000.slot"
         path.write_bytes(b"\1" * 8192)
-        assert jobs_with_slots(shm_dir) == set()
+        assert free_orphans(shm_dir) == (1, 8192)
         assert not path.exists()
 
     def test_two_files_for_one_slot_leave_the_newer(self, shm_dir: Path) -> None:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import http.server
-import os
-import socket
-import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import botocore.credentials  # type: ignore[import-untyped]
 import pytest
+from fixtures.s3_double import S3Double, s3_double
 
 from ckptd.storage_backends import s3_settings
 from ckptd.storage_backends.base import PutMode
@@ -48,109 +44,13 @@ if TYPE_CHECKING:
 BULK = 3 << 20
 
 
-@dataclass
-class Script:
-    """What the server answers next, and what it was asked."""
-
-    status: int = 200
-    code: str = ""
-    hang_up: str = ""  # "before" or "after" the object is written, "reset" after it, "" for an answer
-    objects: dict[str, bytes] = field(default_factory=dict)
-    requests: list[tuple[str, dict[str, str], int]] = field(default_factory=list)
-    release: threading.Event = field(default_factory=threading.Event)
-    endpoint: str = ""
-
-
-def handler(script: Script) -> type[http.server.BaseHTTPRequestHandler]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            headers = {name.lower(): value for name, value in self.headers.items()}
-            script.requests.append((self.command, headers, len(body)))
-            if script.hang_up == "silent":
-                script.release.wait(30)
-                self.close_connection = True
-                return
-            if self.command == "PUT" and script.hang_up != "before" and script.status == 200:
-                if headers.get("if-none-match") == "*" and self.path in script.objects:
-                    self.reply(412, "PreconditionFailed")
-                    return
-                script.objects[self.path] = body
-            if script.hang_up == "reset":
-                script.hang_up = ""  # before the client can know: its next call may be told to break as well
-                self.close_connection = True
-                # At once and without the farewell that the server would send first.
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                os.close(self.connection.detach())
-                return
-            if script.hang_up:
-                script.hang_up = ""
-                self.close_connection = True
-                return
-            if script.status != 200:
-                self.reply(script.status, script.code)
-                return
-            if self.command in {"GET", "HEAD"}:
-                self.serve(headers)
-            else:
-                self.reply(200, "")
-
-        def serve(self, headers: dict[str, str]) -> None:
-            data = script.objects.get(self.path)
-            if data is None:
-                self.reply(404, "NoSuchKey")
-                return
-            status, size = 200, len(data)
-            if "range" in headers:
-                first, last = headers["range"].removeprefix("bytes=").split("-")
-                data = data[int(first) : int(last) + 1]
-                status = 206
-            self.send_response(status)
-            self.send_header("ETag", '"tag"')
-            self.send_header("Last-Modified", "Mon, 30 Nov 2026 04:53:39 GMT")
-            self.send_header("Content-Length", str(len(data)))
-            if status == 206:
-                self.send_header("Content-Range", f"bytes {first}-{int(first) + len(data) - 1}/{size}")
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(data)
-
-        def reply(self, status: int, code: str) -> None:
-            body = b""
-            if code:
-                body = f"<Error><Code>{code}</Code><Message>words</Message></Error>".encode()
-            self.send_response(status)
-            self.send_header("ETag", '"tag"')
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
-
-        do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = answer  # noqa: N815
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    return Handler
-
-
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    script = Script()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler(script))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    script.endpoint = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", script.endpoint)
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Double]:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    yield script
-    script.release.set()
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with s3_double() as made:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", made.endpoint)
+        yield made
 
 
 @pytest.fixture(params=["obstore", "fsspec"])
@@ -160,7 +60,7 @@ def driver(request: pytest.FixtureRequest) -> Driver:
 
 
 @pytest.fixture
-def store(driver: Driver, script: Script) -> Iterator[ObjectStore]:
+def store(driver: Driver, script: S3Double) -> Iterator[ObjectStore]:
     with open_store("s3://bucket/root", driver=driver, retry=None) as opened:
         yield opened
 
@@ -188,7 +88,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: f"{answer[0]}-{answer[1]}")
 def test_answers_have_their_condition_and_are_not_repeated(
-    store: ObjectStore, script: Script, answer: tuple[int, str, type[StorageError], type[StorageError]]
+    store: ObjectStore, script: S3Double, answer: tuple[int, str, type[StorageError], type[StorageError]]
 ) -> None:
     """Each answer is one condition in both drivers, from exactly one request: no hidden repeats."""
     script.status, script.code, of_create, of_others = answer
@@ -209,19 +109,19 @@ def test_answers_have_their_condition_and_are_not_repeated(
         assert len(script.requests) == 1
 
 
-def test_a_create_put_is_conditional_unsigned_and_single(store: ObjectStore, script: Script) -> None:
+def test_a_create_put_is_conditional_unsigned_and_single(store: ObjectStore, script: S3Double) -> None:
     """CREATE sends If-None-Match: *, OVERWRITE does not, and either is one PUT of the very bytes."""
     data = bytes(range(256)) * (BULK // 256)
     store.put("key", memoryview(data))
     store.put("key", memoryview(data), mode=PutMode.OVERWRITE)
-    (create, headers, size), (overwrite, other_headers, _) = script.requests
-    assert (create, overwrite, size) == ("PUT", "PUT", BULK)
-    assert headers["if-none-match"] == "*"
-    assert "if-none-match" not in other_headers
+    create, overwrite = script.requests
+    assert (create.command, overwrite.command, create.nbytes) == ("PUT", "PUT", BULK)
+    assert create.headers["if-none-match"] == "*"
+    assert "if-none-match" not in overwrite.headers
     assert script.objects == {"/bucket/root/key": data}
 
 
-def test_put_if_absent_can_be_switched_off(script: Script) -> None:
+def test_put_if_absent_can_be_switched_off(script: S3Double) -> None:
     """Where the server knows no condition, CREATE is a plain put and the capability says so."""
     with open_store("s3://bucket/root", retry=None, options={"conditional_put": "disabled"}) as store:
         assert not store.capabilities.put_if_absent
@@ -230,18 +130,20 @@ def test_put_if_absent_can_be_switched_off(script: Script) -> None:
         script.hang_up = "before"
         with pytest.raises(Unavailable):
             store.put("key", b"z")
-    assert all("if-none-match" not in headers for _, headers, _ in script.requests)
+    assert all("if-none-match" not in request.headers for request in script.requests)
 
 
-def test_obstore_does_not_sign_the_payload(script: Script) -> None:
+def test_obstore_does_not_sign_the_payload(script: S3Double) -> None:
     """The bytes are not hashed for the signature: their digest is checked by the readers."""
     with open_store("s3://bucket/root", retry=None) as store:
         store.put("key", b"x")
-    assert script.requests[0][1]["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
+    assert script.requests[0].headers["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"
 
 
 @pytest.mark.parametrize("moment", ["before", "after", "reset"])
-def test_a_connection_that_breaks_is_uncertain_for_create_only(store: ObjectStore, script: Script, moment: str) -> None:
+def test_a_connection_that_breaks_is_uncertain_for_create_only(
+    store: ObjectStore, script: S3Double, moment: str
+) -> None:
     """A reset without an answer is OutcomeUnknown for CREATE and Unavailable for everything else."""
     for call, wanted in (
         (lambda: store.put("key", b"x"), OutcomeUnknown),
@@ -256,7 +158,7 @@ def test_a_connection_that_breaks_is_uncertain_for_create_only(store: ObjectStor
 
 
 @pytest.mark.parametrize("moment", ["before", "after", "reset"])
-def test_a_lost_answer_is_settled_by_reading_back(driver: Driver, script: Script, moment: str) -> None:
+def test_a_lost_answer_is_settled_by_reading_back(driver: Driver, script: S3Double, moment: str) -> None:
     """With retries a CREATE put whose connection breaks succeeds, landed or not, and exactly once."""
     policy = RetryPolicy(first_pause=timedelta(milliseconds=1))
     with open_store("s3://bucket/root", driver=driver, retry=policy) as store:
@@ -264,12 +166,12 @@ def test_a_lost_answer_is_settled_by_reading_back(driver: Driver, script: Script
         store.put("key", b"ours")
         with pytest.raises(AlreadyExists):
             store.put("key", b"ours")
-    puts = [command for command, _, _ in script.requests if command == "PUT"]
+    puts = script.of("PUT")
     assert len(puts) == (3 if moment == "before" else 2)
     assert script.objects == {"/bucket/root/key": b"ours"}
 
 
-def test_a_server_that_says_nothing_times_out(script: Script) -> None:
+def test_a_server_that_says_nothing_times_out(script: S3Double) -> None:
     """A request without an answer ends at its deadline: uncertain for CREATE, Unavailable else."""
     script.hang_up = "silent"
     options = {"small_timeout_s": "0.3", "bulk_timeout_s": "0.4"}
@@ -282,7 +184,7 @@ def test_a_server_that_says_nothing_times_out(script: Script) -> None:
             store.get("key")
 
 
-def test_large_reads_that_fail_leave_no_writer_behind(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_reads_that_fail_leave_no_writer_behind(script: S3Double, monkeypatch: pytest.MonkeyPatch) -> None:
     """When one piece of a large read fails, get_into returns only after all pieces have ended."""
     failed, release = threading.Event(), threading.Event()
 

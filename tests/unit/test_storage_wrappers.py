@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ckptd.storage_backends.base import PutMode
 from ckptd.storage_backends.conformance import CHECKS
 from ckptd.storage_backends.errors import (
+    AlreadyExists,
     ClockSkew,
     NotFound,
     OutcomeUnknown,
@@ -367,3 +369,34 @@ def test_the_probe_corrects_a_false_claim_of_put_if_absent() -> None:
     assert store.capabilities.put_if_absent
     probe(store)
     assert not store.capabilities.put_if_absent
+
+
+def test_a_fault_that_finds_nothing_to_spoil_is_not_used_up() -> None:
+    """An object that is not there, an empty one, a put that is refused: the fault waits for the next, and `fired` is silent."""
+    for kind in (FaultKind.CORRUPTED, FaultKind.TRUNCATED, FaultKind.ANSWER_LOST):
+        memory = MemoryStore()
+        memory.put("empty", b"")
+        memory.put("there", b"x")
+        store = FaultyStore(memory, Fault(kind=kind))
+        with pytest.raises(NotFound):
+            store.get("none")
+        if kind is FaultKind.ANSWER_LOST:
+            with pytest.raises(AlreadyExists):
+                store.put("there", b"y")
+        else:
+            assert store.get("empty") == b""
+            store.get_into("empty", memoryview(bytearray(0)))
+        assert list(store.fired) == []
+        with contextlib.suppress(Truncated, Unavailable):
+            assert store.get("there") != b"x"
+        assert [fired.fault.kind for fired in store.fired] == [kind]
+
+
+def test_a_rotten_object_is_wrong_in_the_same_place_each_time() -> None:
+    """Two reads of it agree, and so do `get` and `get_into`."""
+    memory = MemoryStore()
+    memory.put("key", bytes(range(256)))
+    store = FaultyStore(memory, Fault(kind=FaultKind.CORRUPTED, times=None), seed=3)
+    buffer = bytearray(256)
+    store.get_into("key", memoryview(buffer))
+    assert store.get("key") == store.get("key") == bytes(buffer) != memory.get("key")

@@ -92,12 +92,17 @@ def error_of(failure: grpc.RpcError, *, phase: str) -> CkptdError:
     return CkptdError(f"the agent failed: {code.name}: {details}", phase=phase)
 
 
+def was_answered(failure: grpc.RpcError) -> bool:
+    """Say whether it is the agent that answered with an error, as opposed to gRPC on this side."""
+    metadata = failure.trailing_metadata() if isinstance(failure, grpc.Call) else None
+    return any(key == ERROR_METADATA for key, _ in metadata or ())
+
+
 def is_lost(failure: grpc.RpcError) -> bool:
     """Say whether the connection broke, as opposed to the agent answering with an error."""
     if not isinstance(failure, grpc.Call):
         return True
-    answered = any(key == ERROR_METADATA for key, _ in failure.trailing_metadata() or ())
-    return not answered and failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return not was_answered(failure) and failure.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
 def listener_pid(path: Path) -> int | None:
@@ -106,6 +111,15 @@ def listener_pid(path: Path) -> int | None:
     Raises:
         InvalidRequest: somebody may listen, but this user may not connect.
     """
+    if not hasattr(socket, "AF_UNIX"):
+        # A TCP port in place of the socket would be open to every user of the machine.
+        raise InvalidRequest(
+            "an agent is reached over a Unix socket, and this system has none",
+            reason=error_pb2.REASON_NOT_ALLOWED,
+            hint="run agents and trainers on Linux or macOS; on Windows in WSL 2",
+            key=str(path),
+            phase="register",
+        )
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(2.0)
         try:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from ckptd.protos import error_pb2
+from ckptd.protos.setting_ranges import allowed
 
 from .errors import InvalidRequest
 
@@ -147,7 +148,7 @@ class Config(BaseSettings):
         if self.run_dir is not None:
             return self.run_dir
         runtime = os.environ.get("XDG_RUNTIME_DIR")
-        return Path(runtime) / "ckptd" if runtime else Path(f"/tmp/ckptd-{os.getuid()}")  # noqa: S108 - checked
+        return Path(runtime) / "ckptd" if runtime else Path(f"/tmp/ckptd-{os.getuid() if hasattr(os, 'getuid') else 0}")  # noqa: S108 - checked
 
     @property
     def may_start_agent(self) -> bool:
@@ -197,10 +198,7 @@ def resolve(config: Config | None, arguments: dict[str, object], *, any_job: boo
         else:
             made = Config(**{**{name: getattr(config, name) for name in Config.model_fields}, **arguments})
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, problem['loc'])) or 'settings'}: {problem['msg'].removeprefix('Value error, ')}"
-            for problem in error.errors()
-        ]
+        problems = [_problem(dict(problem)) for problem in error.errors()]
         bad_root = any(problem["loc"][:1] == ("root",) for problem in error.errors())
         raise InvalidRequest(
             "; ".join(problems),
@@ -216,6 +214,15 @@ def resolve(config: Config | None, arguments: dict[str, object], *, any_job: boo
     if not made.job and not any_job:
         raise InvalidRequest("no job name was given", hint="pass job= or set CKPTD_JOB")
     return made
+
+
+def _problem(found: dict[str, Any]) -> str:
+    """Return key, what is wrong, and for numbers the value and the whole range."""
+    key = ".".join(map(str, found["loc"]))
+    field = Config.model_fields.get(key)
+    span = allowed(field.metadata) if field is not None else ""
+    text = f"{key or 'settings'}: {found['msg'].removeprefix('Value error, ')}"
+    return f"{text}, not {found['input']!r} (allowed: {span})" if span else text
 
 
 def launched_world() -> int:

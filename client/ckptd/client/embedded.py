@@ -8,7 +8,6 @@ its own, holds none of the trainer's files, and ends by itself when it has been 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 import subprocess
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckptd.protos import error_pb2
+from ckptd.storage_backends import file_locks
 
 from .errors import InvalidRequest, Unavailable
 
@@ -102,7 +102,7 @@ def _locked(path: Path, deadline: float, is_listening: Callable[[], bool]) -> It
     try:
         while True:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file_locks.take(handle)
             except BlockingIOError:
                 if is_listening() or time.monotonic() >= deadline:
                     yield False

@@ -28,7 +28,7 @@ from ckptd.protos.agent_pb2 import (
 from ckptd.protos.failpoints import failpoint
 
 from . import embedded
-from .channel import AgentChannel, connect, error_of, is_lost
+from .channel import AgentChannel, connect, error_of, is_lost, was_answered
 from .config import Config
 from .errors import CkptdError, InvalidRequest, Unavailable, from_wire
 from .handles import Ledger
@@ -278,7 +278,7 @@ class Link:
         try:
             reply = getattr(attachment.channel.stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as failure:
-            raise self._failure(failure, attachment, phase) from failure
+            raise self._failure(failure, attachment, method, phase) from failure
         except ValueError as closed:  # grpc: "Cannot invoke RPC on closed channel!"
             raise SessionLostError("the connection to the agent was closed", phase=phase) from closed
         failpoint("client.after_", method)
@@ -293,15 +293,21 @@ class Link:
         try:
             yield from getattr(attachment.channel.stub, method)(request, timeout=timeout_s)
         except grpc.RpcError as failure:
-            raise self._failure(failure, attachment, phase) from failure
+            raise self._failure(failure, attachment, method, phase) from failure
         except ValueError as closed:
             raise SessionLostError("the connection to the agent was closed", phase=phase) from closed
         failpoint("client.after_", method)
 
-    def _failure(self, failure: grpc.RpcError, attachment: Attachment, phase: str) -> CkptdError:
+    def _failure(self, failure: grpc.RpcError, attachment: Attachment, method: str, phase: str) -> CkptdError:
         error = error_of(failure, phase=phase)
         if self._fatal is not None:
             return self._fatal
+        if error.reason == error_pb2.REASON_DEADLINE_EXCEEDED and not was_answered(failure):
+            # So nobody has said who waits for what.
+            rank, where = self._topology.rank, str(self._config.socket_path)
+            error.message = f"rank {rank}: the agent on {where} did not answer {method} within the deadline"
+            error.hint = error.hint or "see whether its process stands still"
+            error.rank, error.key = rank, where
         if is_lost(failure):
             return SessionLostError(error.message, phase=phase)
         if error.reason == error_pb2.REASON_UNAVAILABLE:
@@ -362,9 +368,11 @@ def _after_fork_in_child() -> None:
         link._leave_to_parent()  # noqa: SLF001 - same module
 
 
-def register_fork_hook(register: Callable[..., None] = os.register_at_fork) -> None:
-    """Make every link step aside in forked children."""
-    register(after_in_child=_after_fork_in_child)
+def register_fork_hook(register: Callable[..., None] | None = None) -> None:
+    """Make every link step aside in forked children, where processes fork."""
+    chosen = register or getattr(os, "register_at_fork", None)
+    if chosen is not None:
+        chosen(after_in_child=_after_fork_in_child)
 
 
 register_fork_hook()

@@ -8,7 +8,6 @@ the interpreter's end, and by itself when its owner was killed. What killed ones
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import stat
@@ -18,6 +17,8 @@ import tempfile
 import time
 import weakref
 from pathlib import Path
+
+from ckptd.storage_backends import file_locks
 
 from .channel import listener_pid
 from .config import MAX_SOCKET_PATH_BYTES
@@ -107,7 +108,7 @@ def _sweep() -> None:
                 continue
             handle = os.open(folder / "run" / "agent.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an agent that runs holds it
+                file_locks.take(handle)  # an agent that runs holds it
                 memory = Path((folder / _MEMORY).read_text())
                 if memory.name.startswith(_PREFIX):
                     shutil.rmtree(memory, ignore_errors=True)

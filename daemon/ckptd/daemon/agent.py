@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import functools
 import importlib.metadata
 import json
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from ckptd.daemon.config import AgentConfig
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob, job_digest
+from ckptd.daemon.orphans import free_orphans
 from ckptd.daemon.request_checks import check_attach, check_job_name, check_lead, checked_driver
 from ckptd.daemon.run_link import RunLink
 from ckptd.daemon.runner import CoordinatorRunner
@@ -71,7 +73,10 @@ class Agent:
     # ------------------------------------------------------------ jobs
 
     async def adopt(self) -> None:
-        """Finish what an agent before this one left staged in shared memory."""
+        """Finish what an agent before this one left staged in shared memory; give back what cannot be, a little later."""
+        loop = asyncio.get_running_loop()
+        # Not at once: ranks that live come back within this time, and find their slots warm.
+        loop.call_later(self.config.reattach_s, lambda: loop.create_task(self._free_orphans()))
         roots: dict[tuple[str, str], str] = {}
         for path in sorted(self.config.shm_dir.glob("*.snapshot.*.pb")):
             try:
@@ -85,6 +90,20 @@ class Agent:
                 await self.job(root, job, driver)
             except DaemonError as failure:
                 self.log.emit("not_adopted", job=job, node=self.node, error=str(failure))
+
+    async def _free_orphans(self) -> None:
+        """Give back the shared memory of jobs that nobody came back to, but for what is staged."""
+        count = nbytes = 0
+        running = {(link.about.root, link.about.job) for link in self.runs.values()}
+        for held in self.jobs.values():
+            if (held.root, held.job) not in running:
+                freed = held.free_empty()
+                count, nbytes = count + freed[0], nbytes + freed[1]
+        leave = {held.pool_digest for held in self.jobs.values()}
+        free = functools.partial(free_orphans, self.config.shm_dir, leave=leave)
+        others = await asyncio.get_running_loop().run_in_executor(self.threads, free)
+        if count + others[0]:
+            self.log.emit("orphans_freed", node=self.node, files=count + others[0], bytes=nbytes + others[1])
 
     async def job(self, root: str, job: str, driver: str, *, read_only: bool = False) -> HeldJob:
         """Return the node's part of a job, opening and probing its store at first.

@@ -113,11 +113,13 @@ def read_catalog(store: ObjectStore) -> Catalog:
     Raises:
         NotFoundError: the root holds no job.
         FormatError: job.json or the newest record is damaged, or from a newer program.
+        DaemonError: STORE_FAILED, LIST shows the past.
         StorageError: as the store raised it.
     """
     job = read_job(store)
     _, newest = read_newest(store)
-    highest = list_log(store).highest_claim()  # after the record was read (R6)
+    # After the record was read (R6), by a listing that is no older.
+    highest = list_log(store, after=newest.key if newest is not None else None).highest_claim()
     steps = [*_listed(newest), *_unlisted(store, newest)]
     return Catalog(job=job, newest=newest, highest=highest, steps=sorted(steps, key=lambda step: step.id))
 

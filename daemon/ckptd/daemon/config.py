@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import tempfile
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,14 +21,25 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 
 from ckptd.daemon.errors import DaemonError
 from ckptd.protos import error_pb2
+from ckptd.protos.setting_ranges import allowed
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def default_shm_dir() -> Path:
+    """Return where slots lie by default: Linux's shared memory; elsewhere a folder of files that are mapped."""
+    parent = Path("/dev/shm") if sys.platform.startswith("linux") else Path(tempfile.gettempdir())  # noqa: S108 - checked
+    return parent / f"ckptd-{_user()}{'' if sys.platform.startswith('linux') else '-shm'}"
 
 
 def default_run_dir() -> Path:
     """Return where the socket stands by default: short, private to the user, gone at reboot."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime) / "ckptd" if runtime else Path(f"/tmp/ckptd-{os.getuid()}")  # noqa: S108 - made 0700, checked
+    return Path(runtime) / "ckptd" if runtime else Path(f"/tmp/ckptd-{_user()}")  # noqa: S108 - made 0700, checked
 
 
 class AgentConfig(BaseSettings):
@@ -42,7 +55,7 @@ class AgentConfig(BaseSettings):
         description="Folder that gives the node its identity (node-id); must survive a restart of the agent.",
     )
     shm_dir: Path = Field(
-        default_factory=lambda: Path(f"/dev/shm/ckptd-{os.getuid()}"),  # noqa: S108 - made 0700, checked
+        default_factory=default_shm_dir,
         description="Folder of the slots, on tmpfs; must survive a restart of the agent.",
     )
     listen: str = Field("127.0.0.1", min_length=1, description="Address that coordinators of this agent listen on.")
@@ -138,6 +151,9 @@ def load_config(
         for entry in wrong.errors():
             key = str(entry["loc"][0]) if entry["loc"] else "?"
             text = "unknown key" if entry["type"] == "extra_forbidden" else entry["msg"]
+            field = AgentConfig.model_fields.get(key)
+            span = allowed(field.metadata) if field is not None else ""
+            text = f"{text} (allowed: {span})" if span else text
             parts.append(f"{key} = {entry['input']!r} (from {origins.get(key, '?')}): {text}")
         raise DaemonError.of(
             "; ".join(parts),

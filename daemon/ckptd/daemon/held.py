@@ -305,6 +305,23 @@ class HeldJob:
             snapshot.cancel.set()
         self.uploads.close()
 
+    def free_empty(self) -> tuple[int, int]:
+        """Delete what holds no snapshot, and says of none; for when no run of the job is here. Returns files and bytes."""
+        kept = {slot.path for snapshot in self.snapshots.values() for slot in snapshot.slots.values()}
+        empty = [slot for slot in self.pool.slots if slot.path not in kept]
+        nbytes = sum(slot.nbytes for slot in empty)
+        ours = {slot.path for slot in self.pool.slots}
+        self.pool.release_dead(keep=self.snapshots)
+        if any(path not in ours for path in self._folder.glob(f"{self.pool_digest[:16]}.*.slot")):
+            return len(empty), nbytes  # another agent in this folder serves the job: its files tell of its snapshots
+        needed = {(rank, one.about.plan_digest) for one in self.snapshots.values() for rank in one.slots}
+        self._plans = {key: plan for key, plan in self._plans.items() if key in needed}
+        kept = {*map(self._snapshot_path, self.snapshots.values()), *(self._plan_path(*key) for key in needed)}
+        useless = [path for path in self._folder.glob(f"{self.pool_digest[:16]}.*.pb") if path not in kept]
+        for path in useless:
+            path.unlink(missing_ok=True)
+        return len(empty) + len(useless), nbytes
+
     def forget(self) -> None:
         """Delete every slot and file of the job on this node."""
         for snapshot in list(self.snapshots.values()):

@@ -3,11 +3,13 @@
 Owns: the order of requests that makes the answer true (R2, R6). Does not own: what the objects mean (`history`). Writes
 nothing. Invariant: the record returned was the newest one at some moment after the call began; a record that vanishes
 between LIST and GET was swept because a newer one is there, so the log is listed again. A damaged record is an error and
-never skipped: the one before it would bring back what was dropped since.
+never skipped: the one before it would bring back what was dropped since. A listing that must be newer than an object is
+believed only when it shows that: a store that answers from a cache is found out.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from ckptd.protos import error_pb2
@@ -18,12 +20,14 @@ from ckptd.storage_backends.errors import NotFound
 from .errors import DaemonError
 from .history import is_record, order, with_digest
 from .keys import LOG_PREFIX, StepId, Timeline, claim_key, parse_record_key
-from .log_view import LogView, parse_log
+from .log_view import MAX_LOOKS, LogView, parse_log, stale_listing
 from .record_checks import corrupt
 from .records import MAX_RECORD_BYTES, committed_of, digest_hex, parse_claim, parse_record
 
 MAX_TRIES = 64
 """Listings in a row in which the newest record vanished before it was read; each needs a commit and a sweep."""
+LOOK_PAUSE_S = 0.5
+"""Seconds between two of these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,30 +69,48 @@ class NewestRecord:
         return self.listed[-1] if self.listed else None
 
 
-def list_log(store: ObjectStore) -> LogView:
+def list_log(store: ObjectStore, *, after: str | None = None) -> LogView:
     """List the log.
 
+    Args:
+        store: The root.
+        after: Key of an object of the log that was seen or put before. A listing that is older than that is not believed.
+
     Raises:
+        DaemonError: STORE_FAILED, LIST goes on to show the past.
         StorageError: as the store raised it.
     """
-    return parse_log(info.key for info in store.list(LOG_PREFIX))
+    return _listed_log(store, after)[0]
 
 
-def read_newest(store: ObjectStore, *, before: Timeline | None = None) -> tuple[LogView, NewestRecord | None]:
+def _listed_log(store: ObjectStore, after: str | None) -> tuple[LogView, dict[str, int]]:
+    for number in range(MAX_LOOKS):
+        if number:
+            time.sleep(LOOK_PAUSE_S)
+        sizes = {info.key: info.size for info in store.list(LOG_PREFIX)}
+        view = parse_log(sizes)
+        if after is None or view.is_as_new_as(after):
+            return view, sizes
+    raise DaemonError(stale_listing(after or "", store.url))
+
+
+def read_newest(
+    store: ObjectStore, *, before: Timeline | None = None, after: str | None = None
+) -> tuple[LogView, NewestRecord | None]:
     """Return the listing and the newest record, or None where there is no record.
 
     Args:
         store: The root.
         before: Only records of older timelines, as a resolver needs (R2).
+        after: As in `list_log`.
 
     Raises:
         FormatError: the newest record is damaged, or from a newer program.
-        DaemonError: UNAVAILABLE, the store lists records that it does not give.
+        DaemonError: UNAVAILABLE, the store lists records that it does not give; STORE_FAILED as in `list_log`.
         StorageError: as the store raised it.
     """
     for _ in range(MAX_TRIES):
-        sizes = {info.key: info.size for info in store.list(LOG_PREFIX)}
-        view = parse_log(sizes)
+        view, sizes = _listed_log(store, after)
         try:
             return view, _first_record(store, view.record_keys(before), sizes)
         except NotFound:

@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .keys import ClaimKey, DecisionKey, RecordKey, StartKey, StepId, Timeline, parse_key
+from ckptd.protos import error_pb2
+from ckptd.protos.error_pb2 import Error
+
+from .errors import make_error
+from .keys import LOG_PREFIX, ClaimKey, DecisionKey, RecordKey, StartKey, StepId, Timeline, parse_key
+
+MAX_LOOKS = 6
+"""Listings in a row that may be older than what they must show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +47,22 @@ class LogView:
         return (
             max((t.number for t in (*self.claims, *self.starts, *(d.timeline for d in self.decisions))), default=0) + 1
         )
+
+    def is_as_new_as(self, key: str) -> bool:
+        """Whether this listing is of a time when an object of the log stood: it shows that, or what came after it.
+
+        A listing that does not is of the past, and says nothing of who else has written since. One that does shows everything
+        that was put before that object, as long as it is of one moment.
+
+        Args:
+            key: Of a claim, a start record or a decision that was seen or put before the listing began.
+        """
+        parsed = parse_key(key)
+        if isinstance(parsed, ClaimKey):
+            return bool(self.claims) and self.claims[-1] >= parsed.timeline
+        assert isinstance(parsed, StartKey | DecisionKey)
+        there: list[RecordKey] = [*map(StartKey, self.starts), *map(DecisionKey, self.decisions)]
+        return any(one.position >= parsed.position for one in there)
 
     def record_keys(self, before: Timeline | None = None) -> list[str]:
         """Return the keys of everything that may be a record, newest first.
@@ -83,3 +106,13 @@ def parse_log(keys: Iterable[str]) -> LogView:
             case _:
                 pass
     return LogView(claims=tuple(sorted(claims)), starts=tuple(sorted(starts)), decisions=tuple(sorted(decisions)))
+
+
+def stale_listing(key: str, url: str) -> Error:
+    """Return the error of a LIST that goes on to leave out an object that stands there."""
+    return make_error(
+        error_pb2.REASON_STORE_FAILED,
+        f"{url}: LIST of {LOG_PREFIX} does not show {key!r}, which stands there, nor anything newer",
+        hint="the store answers LIST from a cache: it must be strongly consistent; turn off what caches in between",
+        object=key,
+    )

@@ -103,7 +103,7 @@ def write_start(
     failpoint("offline.before_start_record")
     put_once(store, start_key(timeline), to_bytes(record))
     failpoint("offline.after_start_record")
-    _require_highest(list_log(store), timeline)
+    _require_highest(list_log(store, after=start_key(timeline)), timeline)
     return _written(timeline, record, newest, adopted)
 
 
@@ -184,7 +184,7 @@ def _claim(store: ObjectStore, created_at: str, nonce: Callable[[], str]) -> tup
         failpoint("offline.before_claim")
         put_once(store, claim_key(timeline), claim_bytes(claim))
         failpoint("offline.after_claim")
-        if not list_log(store).is_fenced(timeline):
+        if not list_log(store, after=claim_key(timeline)).is_fenced(timeline):
             return timeline, claim
     raise FencedError.of(f"{store.url}: other processes claim timelines without end", hint="is the job being started?")
 
@@ -193,7 +193,7 @@ def _resolve(store: ObjectStore, timeline: Timeline, created_at: str) -> tuple[N
     """R2: the newest record of older timelines, and the whole undecided steps of its timeline."""
     for _ in range(MAX_TRIES):
         failpoint("offline.before_resolve")
-        view, newest = read_newest(store, before=timeline)
+        view, newest = read_newest(store, before=timeline, after=claim_key(timeline))
         _require_highest(view, timeline)
         if newest is None:
             break

@@ -7,7 +7,8 @@ fetched and the error names the first rows that do not fit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,17 +80,32 @@ class NodePlan:
 
 
 def load(
-    store: ObjectStore, chosen: CoordinatorMessage.RestoreChosen, mesh: Mesh, world: int, ranks: Sequence[int]
+    store: ObjectStore,
+    chosen: CoordinatorMessage.RestoreChosen,
+    mesh: Mesh,
+    world: int,
+    ranks: Sequence[int],
+    *,
+    reading: set[str] | None = None,
 ) -> Stored:
     """Read the sections that the ranks of this node need.
+
+    Args:
+        store: The root.
+        chosen: The step.
+        mesh: Of this run.
+        world: Of this run.
+        ranks: Of this node.
+        reading: Holds the keys that are being read at any moment, for whoever gives up waiting.
 
     Raises:
         CorruptError: an index or the claim is gone or damaged.
         StorageError: the store failed.
     """
     committed = chosen.committed
-    nodes = _nodes_by_rank(store, chosen.step.timeline)
-    indexes = _Indexes(store, {ref.node: ref for ref in committed.indexes})
+    reading = set() if reading is None else reading
+    nodes = _nodes_by_rank(store, chosen.step.timeline, reading)
+    indexes = _Indexes(store, {ref.node: ref for ref in committed.indexes}, reading)
     if committed.world != world or committed.mesh != mesh:
         # Which boxes live here is not known yet, and any rank may hold a part of them.
         indexes.read(set(nodes.values()))
@@ -107,10 +123,20 @@ def _writers(section: RankSection) -> set[int]:
     return set(np.unique(np.asarray(section.writer, dtype=np.int64)).tolist())
 
 
-def _nodes_by_rank(store: ObjectStore, timeline: str) -> dict[int, str]:
+@contextmanager
+def _noted(reading: set[str], key: str) -> Iterator[None]:
+    reading.add(key)
+    try:
+        yield
+    finally:
+        reading.discard(key)
+
+
+def _nodes_by_rank(store: ObjectStore, timeline: str, reading: set[str]) -> dict[int, str]:
     key = keys.claim_key(Timeline.parse(timeline))
     try:
-        claim = records.parse_claim(store.get(key), key)
+        with _noted(reading, key):
+            claim = records.parse_claim(store.get(key), key)
     except NotFound:
         raise CorruptError.of(f"claim {key} is gone", object=key, phase="restore") from None
     return {rank: node.node for node in claim.nodes for rank in node.ranks}
@@ -119,8 +145,9 @@ def _nodes_by_rank(store: ObjectStore, timeline: str) -> dict[int, str]:
 class _Indexes:
     """Indexes of nodes, each read once, whole: only its own digest proves the header that the sections are found by."""
 
-    def __init__(self, store: ObjectStore, refs: Mapping[str, IndexRef]) -> None:
+    def __init__(self, store: ObjectStore, refs: Mapping[str, IndexRef], reading: set[str]) -> None:
         self._store = store
+        self._reading = reading
         self._refs = refs
         self._read: dict[str, OpenIndex] = {}
 
@@ -136,7 +163,8 @@ class _Indexes:
 
     def _open(self, node: str) -> OpenIndex:
         try:
-            blob: bytes | None = self._store.get(self._refs[node].key)
+            with _noted(self._reading, self._refs[node].key):
+                blob: bytes | None = self._store.get(self._refs[node].key)
         except NotFound:
             blob = None
         return open_index(self._refs[node], blob)

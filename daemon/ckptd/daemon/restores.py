@@ -10,6 +10,7 @@ until every rank is done.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
 
 T = TypeVar("T")
+HEAD_START_S = 2.0
+"""A node gives up on the store so much before the coordinator's deadline (at most a fifth of the time): its error, which
+names the object, comes first."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,6 +64,7 @@ class Attempt:
 
     chosen: CoordinatorMessage.RestoreChosen
     loaded: asyncio.Future[Stored]
+    deadline: float
     wants: dict[int, Want] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
@@ -87,6 +92,8 @@ class NodeRestore:
         self._superseded: set[int] = set()
         self._kept: tuple[Committed, Stored] | None = None
         """The last step's indexes, in a run that only reads: it may read one step in many rounds."""
+        self._deadlines: dict[int, float] = {}
+        """By rank: when this node gives up on what it asked for, on `time.monotonic`."""
         self._last_failure: tuple[int, Error] | None = None
         """The last attempt that failed on all ranks, for a rank whose Want comes after that was told."""
 
@@ -110,6 +117,7 @@ class NodeRestore:
                 return self._stored_parts(attempt, stored, rank, request.detail)
         ask = Ask(request=request, answer=asyncio.get_running_loop().create_future())
         self._asks[rank] = ask
+        self._deadlines[rank] = time.monotonic() + timeout - min(HEAD_START_S, timeout / 5)
         self._link.say(self._restore_message(rank, request))
         try:
             return await self._within(ask.answer, timeout, session)
@@ -238,27 +246,20 @@ class NodeRestore:
                 if not ask.answer.done():
                     ask.answer.set_result([nothing])
             return
-        self._attempt = Attempt(chosen=chosen, loaded=asyncio.get_running_loop().create_future())
+        latest = time.monotonic() + self._link.about.options.restore_timeout_s
+        deadline = min((self._deadlines.get(rank, latest) for rank in self._link.ranks), default=latest)
+        self._attempt = Attempt(chosen=chosen, loaded=asyncio.get_running_loop().create_future(), deadline=deadline)
         self._link.spawn(self._load(self._attempt))
 
     async def _load(self, attempt: Attempt) -> None:
         """Read what the step's indexes say of this node's ranks, and answer their Restore."""
-        loop = asyncio.get_running_loop()
         about = self._link.about
         failpoint("restores.before_load")
         chosen = attempt.chosen
         try:
             stored = self._kept[1] if self._kept is not None and self._kept[0] == chosen.committed else None
             if stored is None:
-                stored = await loop.run_in_executor(
-                    None,
-                    restore_plan.load,
-                    self._held.store,
-                    chosen,
-                    about.mesh,
-                    about.world,
-                    sorted(self._link.ranks),
-                )
+                stored = await self._loaded(attempt)
             if about.options.read_only:
                 self._kept = (chosen.committed, stored)
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
@@ -272,6 +273,20 @@ class NodeRestore:
             attempt.loaded.set_result(stored)
         if self._attempt is attempt:
             self._answer_asks(attempt, stored)
+
+    async def _loaded(self, attempt: Attempt) -> Stored:
+        """Read the step's indexes, until the deadline: a thread may hang in the store for longer."""
+        about, chosen = self._link.about, attempt.chosen
+        reading: set[str] = set()
+        ranks = sorted(self._link.ranks)
+        load = functools.partial(
+            restore_plan.load, self._held.store, chosen, about.mesh, about.world, ranks, reading=reading
+        )
+        loading = asyncio.get_running_loop().run_in_executor(None, load)
+        await asyncio.wait({loading}, timeout=max(0.0, attempt.deadline - time.monotonic()))
+        if not loading.done():
+            raise _not_read(chosen.step.step, sorted(reading))
+        return loading.result()
 
     def _answer_asks(self, attempt: Attempt, stored: Stored) -> None:
         for rank, ask in self._asks.items():
@@ -289,8 +304,7 @@ class NodeRestore:
         snapshot = self._held_snapshot(attempt)
         if snapshot is not None:
             attempt.leases.append(self._held.read_lease(snapshot))
-        begun = time.monotonic()
-        deadline = begun + self._link.about.options.restore_timeout_s
+        begun, deadline = time.monotonic(), attempt.deadline
         wants = {rank: want.wanted for rank, want in attempt.wants.items()}
         try:
             attempt.plan = await loop.run_in_executor(
@@ -462,3 +476,14 @@ class NodeRestore:
                 node=self._node,
                 phase="restore",
             ) from None
+
+
+def _not_read(step: int, keys: list[str]) -> DaemonError:
+    return DaemonError.of(
+        f"restore of step {step}: {keys[0] if keys else 'its index'} was not read within the deadline",
+        reason=error_pb2.REASON_DEADLINE_EXCEEDED,
+        hint="raise restore_timeout_s, or check the store",
+        step=step,
+        object=keys[0] if keys else "",
+        phase="restore",
+    )

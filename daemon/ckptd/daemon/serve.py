@@ -8,14 +8,15 @@ adopting what an agent before left staged (in the background: the store may be a
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import ipaddress
 import os
 import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from ckptd.daemon import rpc
 from ckptd.daemon.agent import Agent, write_ready_file
@@ -25,6 +26,7 @@ from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.shared_files import prepare_folder
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import agent_pb2_grpc, error_pb2
+from ckptd.storage_backends import file_locks
 
 EXIT_OK = 0
 EXIT_UNFLUSHED = 3
@@ -33,27 +35,34 @@ SOCKET_NAME = "agent.sock"
 _IDLE_LOOK_S = 0.5
 
 
-def run(config: AgentConfig) -> int:
+def run(config: AgentConfig) -> NoReturn:
     """Run an agent until it is told to end or, where `idle_exit_s` is set, has had nothing to do for that long.
 
-    Returns:
-        0, or 3 when uploads were not done.
+    Ends the process: with 0, or 3 when uploads were not done.
 
     Raises:
         DaemonError: it cannot start: a folder, the socket or the address cannot be used.
     """
+    if not hasattr(socket, "AF_UNIX") or not hasattr(os, "getuid"):
+        # A TCP port in place of the socket would be open to every user of the machine.
+        raise DaemonError.of(
+            f"an agent needs Unix sockets and users, which {sys.platform} does not have",
+            reason=error_pb2.REASON_NOT_ALLOWED,
+            hint="run agents and trainers on Linux or macOS; on Windows in WSL 2",
+        )
     check_listen(config)
+    check_port(config)
     os.umask(0o077)
     with _usage_errors():
         prepare_folder(config.run_dir)
         lock = _lock(config.run_dir / "agent.lock")
     try:
-        return asyncio.run(_serve(config))
+        asyncio.run(_serve(config))
     finally:
         os.close(lock)
 
 
-async def _serve(config: AgentConfig) -> int:
+async def _serve(config: AgentConfig) -> NoReturn:
     loop = asyncio.get_running_loop()
     path = config.run_dir / SOCKET_NAME
     rpc.prepare_socket(path)
@@ -80,10 +89,9 @@ async def _serve(config: AgentConfig) -> int:
     path.unlink(missing_ok=True)
     log.emit("stopped", node=agent.node, flushed=flushed)
     log.close()
-    if not flushed:
-        # Threads may still hang in the store; what is staged stays in shared memory for the next agent.
-        os._exit(EXIT_UNFLUSHED)
-    return EXIT_OK
+    # Not by returning: threads may still hang in the store, and the interpreter would wait for them. All that is to be kept
+    # is: what is staged stays in shared memory for the next agent.
+    os._exit(EXIT_OK if flushed else EXIT_UNFLUSHED)
 
 
 async def _until_stopped(agent: Agent, stop: asyncio.Event, idle_exit_s: float) -> bool:
@@ -145,6 +153,35 @@ def check_listen(config: AgentConfig) -> None:
         )
 
 
+def check_port(config: AgentConfig) -> None:
+    """Refuse a port that somebody listens on: the first run would find it taken, hours later.
+
+    It is not kept: a coordinator binds it when a run starts, and two agents that do so at once are told then.
+
+    Raises:
+        DaemonError: UNAVAILABLE; names address and port.
+    """
+    if config.port == 0:
+        return
+    host = config.listen.removeprefix("[").removesuffix("]")
+    family, _, _, _, address = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+        0
+    ]
+    try:
+        with socket.socket(family) as probe:
+            # What a dead listener left (connections in TIME_WAIT) does not count; a living one does.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as failure:
+        raise DaemonError.of(
+            f"cannot listen on {rpc.endpoint_of(host, config.port)}: {failure.strerror}",
+            reason=error_pb2.REASON_UNAVAILABLE,
+            hint="another agent may have this --port; choose another one, or 0 for any",
+            object=str(config.port),
+        ) from failure
+
+
 def _is_unspecified(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return address.is_unspecified or (mapped is not None and mapped.is_unspecified)
@@ -153,7 +190,7 @@ def _is_unspecified(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> b
 def _lock(path: Path) -> int:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file_locks.take(fd)
     except BlockingIOError:
         os.close(fd)
         raise DaemonError.of(

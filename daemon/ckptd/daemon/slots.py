@@ -22,7 +22,7 @@ from .shared_files import SharedFile, page_rounded, prepare_folder
 from .slot_file import DATA_OFFSET, SlotFile
 from .slot_header import HEADER_BYTES, SlotHeader, SlotState
 
-__all__ = ["DATA_OFFSET", "SlotFile", "SlotHeader", "SlotPool", "SlotState", "jobs_with_slots"]
+__all__ = ["DATA_OFFSET", "SlotFile", "SlotHeader", "SlotPool", "SlotState"]
 
 _TAIL_SLACK_BYTES = 64 << 10
 _NAME_JOB = 16
@@ -163,22 +163,3 @@ class SlotPool:
         slot = SlotFile(file, rank, number, torn)
         slot.free()
         return slot
-
-
-def jobs_with_slots(shm_dir: Path) -> set[str]:
-    """Return the job digests (in full, from headers) that dead agents left slots of, for an agent that starts.
-
-    Deletes what has no readable header: nobody could ever ask for it.
-    """
-    found = set()
-    for path in sorted(shm_dir.glob("*.slot")):
-        file = SharedFile.open(path) if _NAME.fullmatch(path.name) else None
-        if file is None:
-            continue
-        header = slot_header.decode(file.view[:HEADER_BYTES])
-        if header is None:
-            file.remove()
-        else:
-            found.add(header.job)
-            file.close()
-    return found

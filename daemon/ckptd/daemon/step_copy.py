@@ -134,7 +134,7 @@ def copy_step(
     # Nothing else may stand here when the decision makes the root a job's; R4's look at the claims follows it.
     _held(target, plan)
     put_once(target, decision_key(timeline, number), plan.decision)
-    view = list_log(target)
+    view = list_log(target, after=decision_key(timeline, number))
     if view.is_fenced(timeline):
         raise FencedError.of(
             f"{target.url}: timeline {view.highest_claim()} was claimed while the step was copied",

@@ -68,6 +68,7 @@ def sweep(store: ObjectStore, *, dry_run: bool = False, workers: int | None = No
         SweepStoppedError: a newer timeline was claimed and has no record yet; nothing was deleted.
         RootGoneError: a record or an index of a listed step is gone or damaged; nothing was deleted.
         FormatError: the newest record is damaged, or from a newer program; nothing was deleted.
+        DaemonError: STORE_FAILED, LIST shows the past; nothing was deleted.
         StorageError: as the store raised it; some objects may be deleted.
     """
     threads = store.capabilities.concurrency if workers is None else workers
@@ -78,7 +79,7 @@ def sweep(store: ObjectStore, *, dry_run: bool = False, workers: int | None = No
     # In this order (R7): first the record, then the claims. A record of a timeline that was superseded when it was
     # read may drop what the next timeline goes on from.
     failpoint("sweep.before_claims")
-    require_settled(newest, list_log(store))
+    require_settled(newest, list_log(store, after=newest.key))
     failpoint("sweep.before_indexes")
     needed = needed_chunks(store, newest, workers=threads)
     failpoint("sweep.before_list")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "ALLOWED_NAMES",
     "MAX_KEY_BYTES",
     "RESERVED_FOLDER",
     "Buffer",
@@ -42,6 +43,11 @@ MAX_KEY_BYTES = 900
 MAX_SEGMENT_BYTES = 255
 # Where file stores write before an object gets its name; never a key, never listed.
 RESERVED_FOLDER = ".ckptd-tmp"
+ALLOWED_NAMES = (
+    f"allowed are segments of 1 to {MAX_SEGMENT_BYTES} bytes of UTF-8 with single '/' between, {MAX_KEY_BYTES} bytes in all, "
+    "no '.' or '..' segment, no control character, no backslash"
+)
+"""What `checked_key` allows, for errors."""
 
 
 class PutMode(StrEnum):

@@ -9,7 +9,8 @@
     ├── BucketMissing      the bucket or container of the root does not exist
     ├── Truncated          fewer bytes than asked for: the object is shorter, or the answer was cut
     ├── NoSpace            disk or quota is full (``free_bytes``, ``needed_bytes`` where known)
-    ├── ClockSkew          the store refuses the signature because this node's clock is wrong
+    ├── ClockSkew          the store refuses the signature because this node's clock is wrong (or the request waited too
+    │                      long after it was signed: tried again twice)
     ├── Throttled          asked to slow down; nothing was written          (retryable)
     ├── Unavailable        timeout, 5xx, reset: try again later             (retryable)
     └── OutcomeUnknown     a CREATE put whose answer was lost: it may have landed (retryable,

@@ -1,15 +1,16 @@
 """A store that fails on purpose, by a script and a seed, and keeps a record of what it did.
 
 Owns how a fault is done to a call of any driver. Does not own which call is struck: that is `fault_script`. For tests and
-the chaos harness, never in a running agent. Invariant: nothing goes wrong that `FaultyStore.fired` does not tell.
+the chaos harness, never in a running agent. Invariant: what goes wrong is what `FaultyStore.fired` tells: a fault that found
+nothing to spoil is not used up.
 """
 
 from __future__ import annotations
 
-import random
-import threading
+import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from .base import Buffer, ObjectInfo, ObjectStore, PutMode, flat
@@ -31,6 +32,8 @@ _REFUSALS = (
     FaultKind.RESET,
     FaultKind.HANG,
 )
+_OF_BODIES = (FaultKind.CORRUPTED, FaultKind.TRUNCATED)
+_AFTER_THE_DEED = (*_OF_BODIES, FaultKind.ANSWER_LOST)
 
 
 class FaultyStore(ObjectStore):
@@ -56,9 +59,8 @@ class FaultyStore(ObjectStore):
         self.url = inner.url
         self.capabilities = inner.capabilities
         self._script = FaultScript(*faults, seed=seed, clock=clock)
-        self._random = random.Random(seed)  # noqa: S311 - replayable on purpose
+        self._seed = seed
         self._sleep = sleep
-        self._lock = threading.Lock()
         self._last_lists: dict[str, tuple[ObjectInfo, ...]] = {}
 
     @property
@@ -80,18 +82,22 @@ class FaultyStore(ObjectStore):
         kinds = self._before(Op.PUT, key, creating=creating, nbytes=flat(data).nbytes)
         if FaultKind.PUT_LOST in kinds:
             return
-        self.inner.put(key, data, mode=mode)
+        with self._undone_on_failure(kinds):
+            self.inner.put(key, data, mode=mode)
         self._after(kinds, key, creating=creating)
 
     def get(self, key: str) -> bytes:
         """Read a whole object, perhaps wrongly."""
         kinds = self._before(Op.GET, key)
-        data = self.inner.get(key)
+        with self._undone_on_failure(kinds):
+            data = self.inner.get(key)
+        if not data:
+            self._take_back(kinds, _OF_BODIES)
         self._drip(kinds, len(data))
         self._after(kinds, key)
         if FaultKind.CORRUPTED in kinds and data:
             wrong = bytearray(data)
-            self._flip_bit(memoryview(wrong))
+            self._flip_bit(memoryview(wrong), key)
             data = bytes(wrong)
         return data[: len(data) // 2] if FaultKind.TRUNCATED in kinds else data
 
@@ -99,17 +105,21 @@ class FaultyStore(ObjectStore):
         """Fill the buffer, perhaps wrongly."""
         view = flat(buffer)
         kinds = self._before(Op.GET, key, nbytes=len(view))
-        self.inner.get_into(key, view, offset=offset)
+        with self._undone_on_failure(kinds):
+            self.inner.get_into(key, view, offset=offset)
+        if not view:
+            self._take_back(kinds, _OF_BODIES)
         self._after(kinds, key)
-        if FaultKind.TRUNCATED in kinds:
+        if FaultKind.TRUNCATED in kinds and view:
             raise Truncated("fault: the answer was cut", key=key, url=self.url, retryable=True)
         if FaultKind.CORRUPTED in kinds and view:
-            self._flip_bit(view)
+            self._flip_bit(view, f"{key}/{offset}" if offset else key)
 
     def head(self, key: str) -> ObjectInfo:
         """Ask for the size."""
         kinds = self._before(Op.HEAD, key)
-        info = self.inner.head(key)
+        with self._undone_on_failure(kinds):
+            info = self.inner.head(key)
         self._after(kinds, key)
         return info
 
@@ -133,22 +143,37 @@ class FaultyStore(ObjectStore):
         """Close the inner store."""
         self.inner.close()
 
-    def _before(self, op: Op, key: str, *, creating: bool = False, nbytes: int = 0) -> dict[FaultKind, Fault]:
+    def _before(self, op: Op, key: str, *, creating: bool = False, nbytes: int = 0) -> dict[FaultKind, Fired]:
         """Record what strikes this call; wait and raise what comes before it."""
-        faults = [fired.fault for fired in self._script.strikes(op, key)]
-        striking = {fault.kind: fault for fault in faults}
-        for fault in faults:
-            if fault.kind in (FaultKind.DELAY, FaultKind.HANG):
-                self._sleep(fault.delay_s)
+        struck = self._script.strikes(op, key)
+        striking = {fired.fault.kind: fired for fired in struck}
+        for fired in struck:
+            if fired.fault.kind in (FaultKind.DELAY, FaultKind.HANG):
+                self._sleep(fired.fault.delay_s)
         self._drip(striking, nbytes)
-        for fault in faults:
-            if fault.kind in _REFUSALS:
-                raise self._refusal(fault, key, creating=creating)
+        for fired in struck:
+            if fired.fault.kind in _REFUSALS:
+                self._take_back(striking, _AFTER_THE_DEED)
+                raise self._refusal(fired.fault, key, creating=creating)
         return striking
 
-    def _drip(self, striking: dict[FaultKind, Fault], nbytes: int) -> None:
+    @contextmanager
+    def _undone_on_failure(self, striking: dict[FaultKind, Fired]) -> Iterator[None]:
+        """Give back what would have struck after the deed when there was none: nothing to spoil, no answer to lose."""
+        try:
+            yield
+        except BaseException:
+            self._take_back(striking, _AFTER_THE_DEED)
+            raise
+
+    def _take_back(self, striking: dict[FaultKind, Fired], kinds: Iterable[FaultKind]) -> None:
+        for kind in kinds:
+            if (fired := striking.get(kind)) is not None:
+                self._script.take_back(fired)
+
+    def _drip(self, striking: dict[FaultKind, Fired], nbytes: int) -> None:
         if FaultKind.DRIP in striking and nbytes:
-            self._sleep(nbytes / striking[FaultKind.DRIP].bytes_per_s)
+            self._sleep(nbytes / striking[FaultKind.DRIP].fault.bytes_per_s)
 
     def _refusal(self, fault: Fault, key: str, *, creating: bool) -> StorageError:
         """Return what the drivers make of such an answer, or of none."""
@@ -166,12 +191,12 @@ class FaultyStore(ObjectStore):
             case _:
                 return Unavailable("fault: the store is away", key=key, url=self.url)
 
-    def _after(self, kinds: dict[FaultKind, Fault], key: str, *, creating: bool = False) -> None:
+    def _after(self, kinds: dict[FaultKind, Fired], key: str, *, creating: bool = False) -> None:
         if FaultKind.ANSWER_LOST in kinds:
             condition = OutcomeUnknown if creating else Unavailable
             raise condition("fault: the answer was lost", key=key, url=self.url)
 
-    def _flip_bit(self, view: memoryview) -> None:
-        with self._lock:
-            place, bit = self._random.randrange(len(view)), self._random.randrange(8)
-        view[place] ^= 1 << bit
+    def _flip_bit(self, view: memoryview, what: str) -> None:
+        """Spoil the same bit of the same answer each time, as a rotten object would."""
+        number = int.from_bytes(hashlib.sha256(f"{self._seed}/{what}".encode()).digest()[:8])
+        view[number // 8 % len(view)] ^= 1 << number % 8

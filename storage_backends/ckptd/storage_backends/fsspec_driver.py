@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import fsspec
+import fsspec.asyn
 
 from .base import (
     RESERVED_FOLDER,
@@ -42,6 +43,7 @@ _OBJECT_STORES = _S3 | {"gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "tos",
 _PUT_IF_ABSENT = _S3 | {"gs", "gcs", "az", "abfs", "abfss"}
 _MAX_PUT_BYTES = 5 << 30
 _CONCURRENCY = 4
+_CLOSE_S = 5.0
 
 
 def open_fsspec(protocol: str, url: str, shown_url: str, options: Mapping[str, str]) -> FsspecStore:
@@ -180,8 +182,12 @@ class FsspecStore(ObjectStore):
 
     def close(self) -> None:
         """Close the connections where the file system offers it."""
-        if self._is_s3 and getattr(self._fs, "_s3creator", None) is not None:
-            self._fs.close_session(self._fs.loop, self._fs._s3creator)  # noqa: SLF001 - it has no public way
+        creator = getattr(self._fs, "_s3creator", None) if self._is_s3 else None
+        if creator is not None:
+            # On its own loop: s3fs's way to close takes whatever loop runs in this thread, and leaves sockets open there.
+            with suppress(Exception):
+                fsspec.asyn.sync(self._fs.loop, creator.__aexit__, None, None, None, timeout=_CLOSE_S)
+            self._fs._s3creator = None  # noqa: SLF001 - it has no public way
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

@@ -8,6 +8,7 @@ Invariant: only a StorageError leaves the fsspec driver.
 from __future__ import annotations
 
 import errno
+import re
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
 __all__ = ["translated"]
 
 # Class names, so that neither botocore nor aiohttp is imported for a protocol without them.
-_NOT_REACHED = {"ConnectTimeoutError", "ClientConnectorError", "ProxyConnectionError", "gaierror"}
-_NO_LANGUAGE = {"SSLError", "ClientConnectorCertificateError"}
+# An SSLError is one of the handshake: no request was sent.
+_NOT_REACHED = {"ConnectTimeoutError", "ClientConnectorError", "ProxyConnectionError", "gaierror", "SSLError"}
+# Of these no repeat mends what the text says; any other failed handshake may be this connection's alone.
+_TLS = {"SSLError", "ClientConnectorCertificateError"}
+_NO_LANGUAGE = re.compile(r"certificate|WRONG_VERSION_NUMBER", re.IGNORECASE)
+_URL = re.compile(r"https?://\S+")
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError", "SSOTokenLoadError"}
 _BROKEN_OFF = {
     "EndpointConnectionError",
@@ -72,13 +77,13 @@ def _condition(error: Exception, key: str | None, url: str, *, creating: bool) -
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     if names & _NO_CREDENTIALS:
         return PermissionDenied(text, key=key, url=url)
-    if names & (_NOT_REACHED | _NO_LANGUAGE | _BROKEN_OFF):
+    if names & (_NOT_REACHED | _TLS | _BROKEN_OFF):
         answer = Answer(
             status=None,
             code=None,
             text=text,
             reached=not (names | _cause_of_no_endpoint(error)) & _NOT_REACHED,
-            passing=not names & _NO_LANGUAGE,
+            passing=not (names & _TLS and _NO_LANGUAGE.search(_URL.sub("", text))),
         )
         return condition(answer, key=key, url=url, creating=creating)
     if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):

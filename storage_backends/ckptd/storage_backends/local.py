@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import file_locks
 from .base import (
     RESERVED_FOLDER,
     Buffer,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LocalStore"]
 
-_FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO must not hang us
+_FILE_FLAGS = file_locks.open_flags("O_RDONLY", "O_NOFOLLOW", "O_CLOEXEC", "O_NONBLOCK")  # a FIFO must not hang us
 _READ_BYTES = 1 << 28
 # How often a put makes its folders anew when deletes keep removing the emptied ones under it.
 _FOLDER_ATTEMPTS = 100

@@ -8,13 +8,13 @@ clearing never takes a file that is still wanted, whichever container or node wr
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from . import file_locks
 from .base import RESERVED_FOLDER
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["FOLDER_FLAGS", "TempFile", "clear_stale", "written_file"]
 
 # Every step down from the root is opened so: a symbolic link is refused, not followed.
-FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_FLAGS = file_locks.open_flags("O_RDONLY", "O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC")
 
 # One write call moves at most 2 GiB - 4 KiB on Linux; smaller pieces keep signals served.
 _WRITE_BYTES = 1 << 28
@@ -84,7 +84,7 @@ def clear_stale(root_fd: int) -> int:
             with suppress(OSError):
                 fd = os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    file_locks.take(fd)
                     os.unlink(name, dir_fd=folder_fd)
                     cleared += 1
                 finally:
@@ -101,7 +101,7 @@ def _locked_file(folder_fd: int) -> tuple[str, int]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(name, flags, 0o666, dir_fd=folder_fd)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file_locks.take(fd)
         except BlockingIOError:
             os.close(fd)  # a clearer took it between open and lock, and is removing it
             continue

@@ -49,7 +49,9 @@ _MESSAGE = re.compile(r"<Message>([^<]*)</Message>")
 _WHERE = re.compile(r"(Error performing \w+) \S+ in \S+ - |\?\S+")
 # Not "kind: ConnectionReset": that ends a connection which stood, and the request may have been served on it.
 _NEVER_CONNECTED = re.compile(r"kind: Connect\b")
-_TLS = re.compile(r"certificate|InvalidContentType|tls|ssl", re.IGNORECASE)
+# What no repeat mends; a record that cannot be opened, or an alert, may be this connection's alone.
+_NO_LANGUAGE = re.compile(r"certificate|InvalidContentType", re.IGNORECASE)
+_URL = re.compile(r"https?://\S+")
 _OWN_OPTIONS = {"endpoint_url", "profile", "small_timeout_s", "bulk_timeout_s", "conditional_put"}
 
 
@@ -253,6 +255,7 @@ def _timeout(options: Mapping[str, str], name: str, default: timedelta) -> timed
 def _answer(error: Exception) -> Answer:
     """Find status, code and kind in obstore's text: it keeps them nowhere else."""
     text, _, detail = str(error).partition("\n\nDebug source")
+    detail = _URL.sub("", detail)  # names of buckets and objects are no words of an error
     status = _STATUS.search(text)
     code = _CODE.search(text)
     message = _MESSAGE.search(text)
@@ -266,7 +269,7 @@ def _answer(error: Exception) -> Answer:
         code=None,
         text=reason,
         reached=_NEVER_CONNECTED.search(detail) is None,
-        passing=_TLS.search(detail) is None,
+        passing=_NO_LANGUAGE.search(detail) is None,
     )
 
 

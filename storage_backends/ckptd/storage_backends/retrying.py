@@ -1,7 +1,9 @@
 """Trying again, with growing random pauses, within a deadline; and finding out what became of a put.
 
 Owns the one retry loop of the storage room: every driver's own is off. Permanent errors pass at
-once. Invariant: a CREATE put ends in one of three ways only: our bytes stand under the key
+once, but for a clock that is said to be off: twice more, since each attempt is signed anew.
+
+Invariant: a CREATE put ends in one of three ways only: our bytes stand under the key
 (return), other bytes do (AlreadyExists), or nobody knows (OutcomeUnknown). An AlreadyExists that
 follows a repeated attempt is never believed before the object was read back: the first attempt,
 whose answer was lost, may be what is there.
@@ -17,7 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 import tenacity
 
 from .base import Buffer, ObjectInfo, ObjectStore, PutMode, flat
-from .errors import AlreadyExists, NotFound, OutcomeUnknown, StorageError, Truncated, is_retryable
+from .errors import AlreadyExists, ClockSkew, NotFound, OutcomeUnknown, StorageError, Truncated, is_retryable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +30,10 @@ T = TypeVar("T")
 
 # Read back in pieces, so that comparing a 64 MiB object costs little memory.
 _COMPARE_BYTES = 8 << 20
+# A request that waited too long between its signature and the store is refused as one of a wrong clock is. The next
+# attempt is signed anew; when that does not help either, it is the clock.
+_SKEWED_ATTEMPTS = 3
+_MOST_ATTEMPTS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +44,7 @@ class RetryPolicy:
     ``first_pause * 2 ** n``, at most ``longest_pause``.
 
     Attributes:
-        attempts: Tries in all, at least 1.
+        attempts: Tries in all, 1 to 10000.
         deadline: No new attempt begins later than this after the first; a running one is not cut.
         first_pause: Scale of the first pause.
         longest_pause: Bound of every pause.
@@ -50,8 +56,8 @@ class RetryPolicy:
     longest_pause: timedelta = timedelta(seconds=20)
 
     def __post_init__(self) -> None:
-        if self.attempts < 1:
-            raise ValueError(f"attempts is {self.attempts}; it must be at least 1")
+        if not 1 <= self.attempts <= _MOST_ATTEMPTS:
+            raise ValueError(f"attempts is {self.attempts}; it must be 1 to {_MOST_ATTEMPTS}")
         if not timedelta(0) <= self.first_pause <= self.longest_pause:
             raise ValueError("first_pause must lie between 0 and longest_pause")
 
@@ -128,6 +134,13 @@ class RetryingStore(ObjectStore):
 
     def _again(self, call: Callable[[], T]) -> T:
         policy = self._policy
+        skewed = 0
+
+        def is_worth_it(error: BaseException) -> bool:
+            nonlocal skewed
+            skewed += isinstance(error, ClockSkew)
+            return is_retryable(error) or (isinstance(error, ClockSkew) and skewed < _SKEWED_ATTEMPTS)
+
         retrying = tenacity.Retrying(
             stop=tenacity.stop_after_attempt(policy.attempts)
             | tenacity.stop_before_delay(policy.deadline.total_seconds()),
@@ -136,7 +149,7 @@ class RetryingStore(ObjectStore):
                 max=policy.longest_pause.total_seconds(),
                 min=policy.first_pause.total_seconds() / 2,
             ),
-            retry=tenacity.retry_if_exception(is_retryable),
+            retry=tenacity.retry_if_exception(is_worth_it),
             sleep=self._sleep,
             reraise=True,
         )

@@ -13,7 +13,7 @@ import re
 from typing import TYPE_CHECKING, Literal, TypeAlias
 from urllib.parse import unquote
 
-from .base import checked_key
+from .base import ALLOWED_NAMES, MAX_SEGMENT_BYTES, checked_key
 from .errors import InvalidKey, InvalidUrl
 from .local import LocalStore
 from .memory import MemoryStore
@@ -136,6 +136,10 @@ def _local(path: str, driver: Driver, options: dict[str, str]) -> LocalStore:
     _refuse_dots(path.split("/"), path)
     if not path.strip("/"):
         raise InvalidUrl("the root of the file system is no root for objects", hint="name a folder")
+    if any(len(os.fsencode(segment)) > MAX_SEGMENT_BYTES for segment in path.split("/")):
+        raise InvalidUrl(
+            f"a segment of the path has more than {MAX_SEGMENT_BYTES} bytes", url=_short(path), hint=ALLOWED_NAMES
+        )
     return LocalStore("/" + path.strip("/"))
 
 
@@ -158,13 +162,19 @@ def _bucket_and_prefix(scheme: str, rest: str) -> tuple[str, str]:
         try:
             checked_key(prefix)
         except InvalidKey as error:
-            raise InvalidUrl(f"the prefix {prefix!r} is not allowed: {error.message}") from error
+            raise InvalidUrl(
+                f"the prefix {_short(prefix)!r} is not allowed: {error.message}", hint=ALLOWED_NAMES
+            ) from error
     return bucket, prefix
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 80 else name[:80] + "…"
 
 
 def _refuse_dots(segments: list[str], url: str) -> None:
     if ".." in segments:
-        raise InvalidUrl("the URL has a '..' segment", url=redacted(url), hint="write the path out")
+        raise InvalidUrl("the URL has a '..' segment", url=redacted(url), hint=f"write the path out; {ALLOWED_NAMES}")
 
 
 def _refuse_options(url: str, options: dict[str, str]) -> None:

@@ -45,4 +45,4 @@ def agent(
     if print_config:
         typer.echo(printed(settings, origins), nl=False)
         return
-    raise typer.Exit(serve.run(settings))
+    serve.run(settings)

@@ -12,6 +12,7 @@ from ckptd.daemon.coordinator import starting
 from ckptd.daemon.coordinator.effects import Get, Procedure, Wait
 from ckptd.daemon.coordinator.state import Attempt, Phase, RestoreCall, State
 from ckptd.daemon.errors import DaemonError, make_error
+from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
@@ -108,6 +109,10 @@ def restore(state: State) -> Procedure:
         return
     call = next(iter(calls.values()))
     deadline = min(pending.deadline for pending in calls.values())
+    error = yield from _read_anew(state, call)
+    if error is not None:
+        _fail(state, error)
+        return
     candidates, error = _candidates(state, call)
     if error is not None:
         _fail(state, error)
@@ -151,6 +156,22 @@ def restore(state: State) -> Procedure:
     state.attempt = Attempt(number=state.attempts, offer=offer, question=call.question)
     state.log("restore_chosen", step=None)
     state.broadcast(offer)
+
+
+def _read_anew(state: State, call: RestoreCall) -> Procedure:
+    """Read history again for a run that only reads: others write it meanwhile. The error when the store cannot be read.
+
+    Not for a step that is known: it may be read in many rounds, and is the same in each.
+    """
+    if not state.lead.options.read_only or call.step in {ref.step for ref in state.listed.keeps}:
+        return None
+    try:
+        yield from starting.resolve(state)
+    except DaemonError as wrong:
+        return wrong.error
+    except Exception as failure:  # the store: told to all ranks
+        return wire_error(failure, phase="restore")
+    return None
 
 
 def _attempt(  # noqa: PLR0917 - one caller, which has just made them

@@ -139,8 +139,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     data = records.to_bytes(record)
     yield from put_until_done(state, Put(key=key, data=data, label=label))
     state.log("decided", step=run.step, committed=made is not None, error=run.failed.message if run.failed else None)
-    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX, label="second_look"))
-    if fenced_by(state, claims):
+    if fenced_by(state, (yield from look_at_claims(state, ListKeys(prefix=keys.LOG_PREFIX, label="second_look"), key))):
         return
     _note_comparison(state, run, made)
     outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=run.step)
@@ -215,10 +214,26 @@ def judge(
     return verdict
 
 
-def fenced_by(state: State, log_keys: list[str]) -> bool:
+def look_at_claims(state: State, listing: ListKeys, key: str) -> Procedure:
+    """List the log after the record of this key was put, until the listing shows that record or a higher claim.
+
+    One that shows neither is of the past, and its claims are no proof that nobody has taken over: nothing is acknowledged on
+    it. One that shows the record shows every claim that was there before it.
+    """
+    assert state.timeline is not None
+    while True:
+        log = history.parse_log((yield from put_until_done(state, listing)))
+        if log.is_fenced(state.timeline) or log.is_as_new_as(key):
+            return log
+        state.log("stale_listing", prefix=listing.prefix, object=key)
+        yield Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + STORE_RETRY_S)
+        if state.phase is Phase.ENDED:
+            raise ProcedureStopped
+
+
+def fenced_by(state: State, log: history.LogView) -> bool:
     """Look at the claims: a higher one ends this coordinator; nothing of it is acknowledged any more (R4)."""
     assert state.timeline is not None
-    log = history.parse_log(log_keys)
     if not log.is_fenced(state.timeline):
         return False
     end_fenced(state, log)

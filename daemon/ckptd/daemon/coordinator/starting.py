@@ -14,11 +14,11 @@ from ckptd.daemon import history, keys, records
 from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.beginning import refuse_begin
 from ckptd.daemon.coordinator.effects import Compute, Get, GetMany, ListKeys, Probe, Procedure, Put, Wait
-from ckptd.daemon.coordinator.saving import end_fenced, fenced_by, put_until_done
+from ckptd.daemon.coordinator.saving import STORE_RETRY_S, end_fenced, fenced_by, look_at_claims, put_until_done
 from ckptd.daemon.coordinator.state import Listed, Phase, State
 from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.keys import StepId, Timeline
-from ckptd.daemon.log_view import LogView
+from ckptd.daemon.log_view import MAX_LOOKS, LogView, stale_listing
 from ckptd.daemon.record_checks import FORMAT_VERSION
 from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
@@ -38,7 +38,7 @@ def start(state: State) -> Procedure:
         if refused is None and not state.lead.options.read_only:
             refused = yield from _claim(state)
         if refused is None:
-            yield from _resolve(state)
+            yield from resolve(state)
     except DaemonError as wrong:
         refused = wrong.error
     except Exception as failure:  # the store: the run cannot start
@@ -81,8 +81,9 @@ def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) 
     key = keys.start_key(state.timeline)
     data = records.to_bytes(record)
     yield from put_until_done(state, Put(key=key, data=data, label="start_record"))
-    claims = yield from put_until_done(state, ListKeys(prefix=keys.LOG_PREFIX, label="look_after_start"))
-    if fenced_by(state, claims):
+    if fenced_by(
+        state, (yield from look_at_claims(state, ListKeys(prefix=keys.LOG_PREFIX, label="look_after_start"), key))
+    ):
         return
     state.listed.keeps = history.with_digest(list(record.keeps), key, data)
     state.listed.quarantined = history.quarantined_with_digest(record, key, data)
@@ -149,12 +150,28 @@ def _claim(state: State) -> Procedure:
         timeline = Timeline(number=log.next_number(), nonce=state.nonce())
         claim = _claim_of(state, timeline)
         yield Put(key=keys.claim_key(timeline), data=records.to_bytes(claim), label="claim")
-        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX, label="look_after_claim")))
+        log = yield from _log_with_claim(state, ListKeys(prefix=keys.LOG_PREFIX, label="look_after_claim"), timeline)
         highest = log.highest_claim()
         if highest is None or highest <= timeline:
             state.timeline, state.claim = timeline, claim
             state.log("claimed", number=timeline.number)
             return None
+
+
+def _log_with_claim(state: State, listing: ListKeys, timeline: Timeline | None) -> Procedure:
+    """List the log; where a claim was put before, until the listing shows it or a higher one: an older one hides history.
+
+    Raises:
+        DaemonError: STORE_FAILED, LIST goes on to show the past.
+    """
+    for _ in range(MAX_LOOKS):
+        log = history.parse_log((yield listing))
+        if timeline is None or log.is_as_new_as(keys.claim_key(timeline)):
+            return log
+        state.log("stale_listing", prefix=listing.prefix, object=keys.claim_key(timeline))
+        yield Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + STORE_RETRY_S)
+    assert timeline is not None
+    raise DaemonError(stale_listing(keys.claim_key(timeline), state.lead.root))
 
 
 def _other_run(state: State, highest: Timeline) -> Procedure:
@@ -204,10 +221,10 @@ def _claim_of(state: State, timeline: Timeline) -> Claim:
 # ---------------------------------------------------------------- resolve
 
 
-def _resolve(state: State) -> Procedure:
+def resolve(state: State) -> Procedure:
     """R2: the newest record of older timelines, then whole undecided steps of its timeline, ascending."""
     while True:
-        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX, label="list_log")))
+        log = yield from _log_with_claim(state, ListKeys(prefix=keys.LOG_PREFIX, label="list_log"), state.timeline)
         if state.timeline is not None and log.is_fenced(state.timeline):
             raise DaemonError(end_fenced(state, log))
         newest, vanished = yield from _newest_record(log, state.timeline)
