@@ -73,9 +73,9 @@ class Counted(staging.Fingerprints):
 
     tensors = 0
 
-    def __init__(self, tensors: Sequence[torch.Tensor], copier: Copier) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], copier: Copier, **more: Any) -> None:
         Counted.tensors += len(tensors)
-        super().__init__(tensors, copier)
+        super().__init__(tensors, copier, **more)
 
 
 def rank_main(args: argparse.Namespace) -> None:
