@@ -233,7 +233,7 @@ class Fingerprints:
         """Return 16 bytes each, canonical, one after the other."""
         found: list[bytes] = [b""] * len(self._tensors)
         for numbers, digests in [
-            self._placed_digests(self._placed),
+            self._placed_digests(self._placed) if self._placed else ([], []),
             self._small_digests(self._small),
             self._digests(self._far),
             *(future.result() for future in self._pending),

@@ -177,12 +177,15 @@ def _check_segmented_header(header: IndexHeader, where: str) -> None:
 
 
 def _check_segmented(section: RankSection, header: IndexHeader, what: str) -> None:
-    """Refuse fingerprints of replicas in the first column where they stand in the second, and a mark that there are none."""
+    """Refuse fingerprints of replicas in the first column where they stand in the second, and a second one that has gaps."""
     if not header.segmented_algorithm:
         return
     fingerprints = np.frombuffer(section.fingerprints, dtype=np.uint8).reshape(-1, FINGERPRINT_BYTES)
     if section.uncompared or fingerprints[np.asarray(section.writer, dtype=np.int64) != section.rank].any():
         raise corrupt(what, "its replicas have fingerprints in two columns, or are marked as having none")
+    column = np.frombuffer(section.segmented_fingerprints, dtype=np.uint8).reshape(-1, FINGERPRINT_BYTES)
+    if not column.any(axis=1).all():
+        raise corrupt(what, "its second column of fingerprints has zeros: replicas would be equal that nobody compared")
 
 
 def _check_disjoint(section: RankSection, what: str) -> None:
