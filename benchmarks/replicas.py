@@ -192,7 +192,7 @@ def show(result: dict[str, object], *, as_json: bool) -> None:
 
 
 def hashes(args: argparse.Namespace) -> dict[str, object]:
-    """Return what each function does in a second, in GB, and in a second of the processor; the best of some samples, taken in turn."""
+    """Return what each function does in a second, and in a second of the processor, in GB; the best of some samples."""
     nbytes = args.mib << 20
     generator = torch.Generator().manual_seed(1)
     tensor = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
