@@ -77,6 +77,7 @@ class Saver:
         self._maps = SlotMaps()
         self._plans: dict[bytes, SlotPlan] = {}
         self._put: tuple[str, Layout] | None = None
+        self._preference: tuple[Layout, bool] | None = None
 
     def save(
         self,
@@ -197,7 +198,7 @@ class Saver:
         """Ask until there is an answer; nothing has been copied, so a new session may ask again."""
         limit = self._config.begin_timeout_s if timeout_s is None else min(timeout_s, self._config.begin_timeout_s)
         deadline = time.monotonic() + limit
-        prefers_segmented = capture.has_any(self._in_place)
+        prefers_segmented = self._prefers_segmented(capture)
         while True:
             attachment = self._link.attached(deadline=deadline)
             left = max(0.1, deadline - time.monotonic())
@@ -220,6 +221,12 @@ class Saver:
                     raise
                 continue
             return attachment, reply
+
+    def _prefers_segmented(self, capture: Capture) -> bool:
+        """Say whether any tensor lies where it is better hashed in place; asked again when the layout is another one."""
+        if self._preference is None or self._preference[0] is not capture.layout:
+            self._preference = (capture.layout, capture.has_any(self._in_place))
+        return self._preference[1]
 
     def _put_layout(self, attachment: Attachment, layout: Layout) -> None:
         """Make the layout known, unless this session knows it: it is the same object exactly when nothing changed."""

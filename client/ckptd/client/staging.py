@@ -221,8 +221,8 @@ class Fingerprints:
         self._tensors = tensors
         self._digest = segmented.digest if algorithm else xxhash.xxh3_128_digest
         self._sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        self._placed = [at for at, tensor in enumerate(tensors) if algorithm and in_place(tensor)]
-        moved = sorted(set(range(len(tensors))).difference(self._placed))
+        self._placed = [at for at, tensor in enumerate(tensors) if in_place(tensor)] if algorithm else []
+        moved = sorted(set(range(len(tensors))).difference(self._placed)) if self._placed else range(len(tensors))
         self._small = [at for at in moved if self._sizes[at] < _SMALL]
         large = [at for at in moved if self._sizes[at] >= _SMALL]
         self._near = [at for at in large if tensors[at].device.type == "cpu"]

@@ -23,6 +23,8 @@ _TURN_SEGMENTS = 128
 
 def digest(data: bytes | memoryview) -> bytes:
     """Return the fingerprint of plain bytes, 16 bytes. Other threads get a turn all the while."""
+    if len(data) <= SEGMENT_BYTES:
+        return xxhash.xxh3_128_digest(data)
     hasher = Hasher()
     hasher.update(memoryview(data))
     return hasher.digest()
