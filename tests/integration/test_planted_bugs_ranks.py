@@ -176,7 +176,11 @@ def _fingerprints_that_are_constant(patch: pytest.MonkeyPatch) -> None:
 
 def _fingerprints_of_other_tensors(patch: pytest.MonkeyPatch) -> None:
     real = staging.Fingerprints
-    patch.setattr(staging, "Fingerprints", lambda tensors, copier: real([tensor * 0 for tensor in tensors], copier))
+    patch.setattr(
+        staging,
+        "Fingerprints",
+        lambda tensors, *more, **named: real([tensor * 0 for tensor in tensors], *more, **named),
+    )
 
 
 def _fingerprints_that_are_left_out(patch: pytest.MonkeyPatch) -> None:
@@ -186,9 +190,9 @@ def _fingerprints_that_are_left_out(patch: pytest.MonkeyPatch) -> None:
 def _replicas_that_nobody_names(patch: pytest.MonkeyPatch) -> None:
     real = staging.Capture.copy_into
 
-    def copy_into(self: Any, slot: Any, plan: staging.SlotPlan, copier: Copier, *, compared: bool) -> Any:
+    def copy_into(self: Any, slot: Any, plan: staging.SlotPlan, copier: Copier, **more: Any) -> Any:
         made = staging.SlotPlan(digest=plan.digest, written=plan.written, offsets=plan.offsets, replicas=())
-        return real(self, slot, made, copier, compared=compared)
+        return real(self, slot, made, copier, **more)
 
     patch.setattr(staging.Capture, "copy_into", copy_into)
 

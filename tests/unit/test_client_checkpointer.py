@@ -38,7 +38,7 @@ from ckptd.client import (
     Unavailable,
 )
 from ckptd.client.staging import plain_bytes
-from ckptd.protos import error_pb2
+from ckptd.protos import error_pb2, segmented
 from ckptd.protos.agent_pb2 import Event
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import Quarantined, StepRef
@@ -354,6 +354,38 @@ def test_replicas_are_not_read_where_begin_says_so(
         digest = xxhash.xxh3_128_digest(net.get_buffer("large").numpy().tobytes())
         assert trailer.replica_fingerprints == (b"" if left else digest)
         assert len(read) == (0 if left else 1)
+
+
+@pytest.mark.parametrize("where", ["auto", "host", "in-place"])
+def test_replicas_are_fingerprinted_by_what_begin_names(make: Make, fake_agent: FakeAgent, where: str) -> None:
+    """It knows the segmented function and prefers it where tensors lie in place; what counts is the answer."""
+    fake_agent.not_written = lambda name: name.endswith("large")
+    net = nn.Linear(3, 2)
+    net.register_buffer("large", torch.arange(100_000.0))
+    checkpointer = make(hash_replicas=where)
+    checkpointer.track(model=net)
+    data = net.get_buffer("large").numpy().tobytes()
+    for step, algorithm in ((1, ""), (2, segmented.ALGORITHM), (3, "")):
+        fake_agent.segmented_algorithm = algorithm
+        checkpointer.save(step).wait()
+        trailer = fake_agent.kept[step].trailer
+        assert list(trailer.replica_row) == [2]
+        assert trailer.segmented_algorithm == algorithm
+        assert trailer.segmented_fingerprints == (segmented.digest(data) if algorithm else b"")
+        assert trailer.replica_fingerprints == (b"" if algorithm else xxhash.xxh3_128_digest(data))
+    assert {tuple(one.segmented_algorithms) for one in fake_agent.begun} == {segmented.KNOWN}
+    assert {one.prefers_segmented for one in fake_agent.begun} == {where == "in-place"}
+
+
+def test_fingerprints_by_a_function_that_was_not_offered_end_the_step(make: Make, fake_agent: FakeAgent) -> None:
+    """An agent that asks for one has a bug: every rank hears of it, and nothing is staged."""
+    fake_agent.segmented_algorithm = "sha256"
+    checkpointer = make()
+    checkpointer.track(model=nn.Linear(3, 2))
+    with pytest.raises(CkptdError, match="'sha256', which was not offered"):
+        checkpointer.save(1).wait()
+    assert [one.step for one in fake_agent.failed] == [1]
+    assert not fake_agent.kept
 
 
 def test_the_policy_travels_with_the_run_and_is_checked_here(

@@ -21,6 +21,7 @@ from ckptd.protos.setting_ranges import allowed
 from .errors import InvalidRequest
 
 AuditMode = Literal["warn", "off", "raise"]
+HashReplicas = Literal["auto", "host", "in-place"]
 Transport = Literal["auto", "shm", "stream"]
 StoreDriver = Literal["auto", "obstore", "fsspec"]
 
@@ -92,6 +93,11 @@ class Config(BaseSettings):
         default="always",
         description="When ranks that hold the same box are compared: always, first (once per run, restore and layout), or "
         "every:N saves.",
+    )
+    hash_replicas: HashReplicas = Field(
+        default="auto",
+        description="Where replicas are fingerprinted: auto (on the GPU, for tensors there), host (all are brought there), or "
+        "in-place (as auto, and tensors on the host by the same torch operations; slower).",
     )
     copy_threads: int = Field(
         default=2, ge=1, le=64, description="Threads that copy large tensors into the slot and fingerprint replicas."
@@ -179,6 +185,7 @@ class Settings(TypedDict, total=False):
     posthumous_timeout_s: float
     store_driver: StoreDriver
     verify_replicas: str
+    hash_replicas: HashReplicas
     copy_threads: int
     audit: AuditMode
     client_event_log: Path | None

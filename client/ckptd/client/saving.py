@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckptd.protos import error_pb2, shard_table
+from ckptd.protos import error_pb2, segmented, shard_table
 from ckptd.protos.agent_pb2 import (
     BeginReply,
     BeginRequest,
@@ -36,7 +36,7 @@ from .journal import Journal
 from .link import Attachment, Link, SessionLostError
 from .mesh import Topology
 from .slot_writers import SharedSlot, SlotMaps, StreamedSlot
-from .staging import Capture, SlotPlan, SlotWriter, slot_plan
+from .staging import Capture, SlotPlan, SlotWriter, lies_in_place, slot_plan
 from .state import Layout
 from .tracking import CaptureFailedError, Tracking
 
@@ -73,9 +73,11 @@ class Saver:
         self._config, self._topology, self._link = config, topology, link
         self._ledger, self._tracking, self._copier, self._journal = ledger, tracking, copier, journal
         self._auditor = auditor
+        self._in_place = lies_in_place(config.hash_replicas)
         self._maps = SlotMaps()
         self._plans: dict[bytes, SlotPlan] = {}
         self._put: tuple[str, Layout] | None = None
+        self._preference: tuple[Layout, bool] | None = None
 
     def save(
         self,
@@ -154,7 +156,14 @@ class Saver:
             plan = self._plan(attachment, reply, capture.layout)
             slot = self._slot(attachment, reply, handle.step)
             failpoint("client.before_copy")
-            tail = capture.copy_into(slot, plan, self._copier, compared=not reply.leave_uncompared)
+            tail = capture.copy_into(
+                slot,
+                plan,
+                self._copier,
+                compared=not reply.leave_uncompared,
+                algorithm=_known(reply.segmented_algorithm),
+                in_place=self._in_place,
+            )
             self._staged(
                 attachment,
                 StagedRequest(
@@ -189,6 +198,7 @@ class Saver:
         """Ask until there is an answer; nothing has been copied, so a new session may ask again."""
         limit = self._config.begin_timeout_s if timeout_s is None else min(timeout_s, self._config.begin_timeout_s)
         deadline = time.monotonic() + limit
+        prefers_segmented = self._prefers_segmented(capture)
         while True:
             attachment = self._link.attached(deadline=deadline)
             left = max(0.1, deadline - time.monotonic())
@@ -198,6 +208,8 @@ class Saver:
                 layout_digest=capture.layout.digest,
                 tail_bytes=capture.tail_bytes,
                 timeout_s=left,
+                segmented_algorithms=segmented.KNOWN,
+                prefers_segmented=prefers_segmented,
             )
             try:
                 self._put_layout(attachment, capture.layout)
@@ -209,6 +221,12 @@ class Saver:
                     raise
                 continue
             return attachment, reply
+
+    def _prefers_segmented(self, capture: Capture) -> bool:
+        """Say whether any tensor lies where it is better hashed in place; asked again when the layout is another one."""
+        if self._preference is None or self._preference[0] is not capture.layout:
+            self._preference = (capture.layout, capture.has_any(self._in_place))
+        return self._preference[1]
 
     def _put_layout(self, attachment: Attachment, layout: Layout) -> None:
         """Make the layout known, unless this session knows it: it is the same object exactly when nothing changed."""
@@ -265,6 +283,17 @@ class Saver:
         """Forget slots and plans."""
         self._maps.close()
         self._plans.clear()
+
+
+def _known(algorithm: str) -> str:
+    """Return what replicas are to be fingerprinted by.
+
+    Raises:
+        CkptdError: Begin named no such function.
+    """
+    if algorithm and algorithm not in segmented.KNOWN:
+        raise CkptdError(f"the agent asks for fingerprints by {algorithm!r}, which was not offered", phase="stage")
+    return algorithm
 
 
 def _layout_parts(session: str, layout: Layout) -> Iterator[LayoutPart]:

@@ -7,7 +7,7 @@ state at the cut: nothing is read after `Capture.copy_into` has returned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,9 +15,12 @@ from typing import Protocol
 import torch
 import xxhash
 
+from ckptd.protos import segmented
 from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import SlotTrailer
 
+from . import hash_in_place
+from .config import HashReplicas
 from .copying import Copier, copyable
 from .state import Collected
 
@@ -120,6 +123,10 @@ class Capture:
             self._trailer.object_length.append(len(data))
             at += len(data)
 
+    def has_any(self, chosen: Callable[[torch.Tensor], bool]) -> bool:
+        """Say whether any of the tensors is chosen."""
+        return any(chosen(view) for view in self._views)
+
     @property
     def tail_bytes(self) -> int:
         """Bytes that objects and trailer take at most, whatever the plan will be."""
@@ -127,7 +134,16 @@ class Capture:
         most = len(self._objects) + _ALIGN + trailer
         return -(-most // _TAIL_ROUND) * _TAIL_ROUND
 
-    def copy_into(self, slot: SlotWriter, plan: SlotPlan, copier: Copier, *, compared: bool = True) -> Tail:
+    def copy_into(
+        self,
+        slot: SlotWriter,
+        plan: SlotPlan,
+        copier: Copier,
+        *,
+        compared: bool = True,
+        algorithm: str = "",
+        in_place: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> Tail:
         """Copy what this rank writes into its slot, and fingerprint what it does not. Returns the tail it wrote.
 
         Args:
@@ -135,14 +151,20 @@ class Capture:
             plan: What this rank writes.
             copier: Its threads fingerprint while the slot is written.
             compared: Whether replicas are compared in this step; else what this rank does not write is not even read.
+            algorithm: What they are fingerprinted by, one of `segmented.KNOWN`; "" is xxh3-128.
+            in_place: Which of them are fingerprinted where they lie, if the algorithm allows it.
         """
         trailer = SlotTrailer()
         trailer.CopyFrom(self._trailer)
         if compared:
-            pending = Fingerprints([self._views[row] for row in plan.replicas], copier)
+            replicas = [self._views[row] for row in plan.replicas]
+            pending = Fingerprints(replicas, copier, algorithm=algorithm, in_place=in_place)
             try:
                 slot.write_tensors(plan, self._views)
-                trailer.replica_fingerprints = pending.result()
+                if algorithm:
+                    trailer.segmented_fingerprints, trailer.segmented_algorithm = pending.result(), algorithm
+                else:
+                    trailer.replica_fingerprints = pending.result()
             finally:
                 pending.join()
             trailer.replica_row.extend(plan.replicas)
@@ -169,19 +191,40 @@ def plain_bytes(tensor: torch.Tensor) -> memoryview:
     return flat.numpy().data
 
 
+def lies_in_place(where: HashReplicas) -> Callable[[torch.Tensor], bool]:
+    """Return which tensors are fingerprinted where they lie, by the setting `hash_replicas`."""
+    if where == "auto":
+        return lambda tensor: tensor.is_cuda
+    return lambda _: where == "in-place"
+
+
 class Fingerprints:
-    """The xxh3-128 of each tensor's plain bytes, begun in the copying threads and ended in the caller's.
+    """The fingerprint of each tensor's plain bytes, begun in the copying threads and ended in the caller's.
 
     Args:
         tensors: Must not change before `result` has returned.
-        copier: Whose threads take the larger ones. Tensors on other devices stay with the caller's thread, whose stream
-            they were computed on.
+        copier: Whose threads take the larger ones on the host. Tensors on other devices stay with the caller's thread, whose
+            stream they were computed on.
+        algorithm: One of `segmented.KNOWN`; "" is xxh3-128.
+        in_place: Which tensors are fingerprinted where they lie; xxh3-128 never is. Where a device has no room for that, they
+            are brought to the host as all others are.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], copier: Copier) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        copier: Copier,
+        *,
+        algorithm: str = "",
+        in_place: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
         self._tensors = tensors
+        self._digest = segmented.digest if algorithm else xxhash.xxh3_128_digest
         self._sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        large = [at for at, size in enumerate(self._sizes) if size >= _SMALL]
+        self._placed = [at for at, tensor in enumerate(tensors) if in_place(tensor)] if algorithm else []
+        moved = sorted(set(range(len(tensors))).difference(self._placed)) if self._placed else range(len(tensors))
+        self._small = [at for at in moved if self._sizes[at] < _SMALL]
+        large = [at for at in moved if self._sizes[at] >= _SMALL]
         self._near = [at for at in large if tensors[at].device.type == "cpu"]
         self._far = [at for at in large if tensors[at].device.type != "cpu"]
         self._pending = copier.beside(self._digests, self._batches())
@@ -190,7 +233,8 @@ class Fingerprints:
         """Return 16 bytes each, canonical, one after the other."""
         found: list[bytes] = [b""] * len(self._tensors)
         for numbers, digests in [
-            self._small_digests([at for at, size in enumerate(self._sizes) if size < _SMALL]),
+            self._placed_digests(self._placed) if self._placed else ([], []),
+            self._small_digests(self._small),
             self._digests(self._far),
             *(future.result() for future in self._pending),
         ]:
@@ -216,7 +260,14 @@ class Fingerprints:
             yield batch
 
     def _digests(self, numbers: list[int]) -> tuple[list[int], list[bytes]]:
-        return numbers, [xxhash.xxh3_128_digest(plain_bytes(self._tensors[at])) for at in numbers]
+        return numbers, [self._digest(plain_bytes(self._tensors[at])) for at in numbers]
+
+    def _placed_digests(self, numbers: list[int]) -> tuple[list[int], list[bytes]]:
+        try:
+            return numbers, hash_in_place.fingerprints([self._tensors[at] for at in numbers])
+        except torch.OutOfMemoryError:
+            pass  # the error holds on to what there was room for, until here
+        return self._digests(numbers)
 
     def _small_digests(self, numbers: list[int]) -> tuple[list[int], list[bytes]]:
         """Digest from one scratch buffer that one batched call fills."""
@@ -236,4 +287,4 @@ class Fingerprints:
             if targets:
                 torch._foreach_copy_(targets, sources)
         data = scratch.numpy().data
-        return numbers, [xxhash.xxh3_128_digest(data[begin:to]) for begin, to in spans]
+        return numbers, [self._digest(data[begin:to]) for begin, to in spans]

@@ -163,7 +163,12 @@ def _whole_set(
     _check_coordinates(sections, step)
     layouts = layouts_of(sections)
     compared_in = _compared_in(chosen, step, comparisons)
-    fingerprints = _equal_fingerprints(sections, layouts, step)
+    fingerprints = _joined([sections[rank].fingerprints for rank in sorted(sections)])
+    if head.segmented_algorithm:
+        by_segments = _joined([sections[rank].segmented_fingerprints for rank in sorted(sections)])
+        _check_replicas(by_segments, sections, layouts, step)
+    else:
+        _check_replicas(fingerprints, sections, layouts, step)
     own = StepId(Timeline.parse(claim.timeline), step)
     refs = [ref for section in sections.values() for ref in chunk_refs(section)]
     _check_references(refs, own, base_chunks)
@@ -208,6 +213,10 @@ def _check_agreement(chosen: Sequence[LoadedIndex], head: IndexHeader, step: int
             raise _refused(error_pb2.REASON_RANKS_DISAGREE, text, node=header.node, ranks=sections)
         if _base_of(header) != _base_of(head):
             text = f"step {step}: {both} refer to different bases {_base_of(head)} and {_base_of(header)}"
+            raise _refused(error_pb2.REASON_RANKS_DISAGREE, text, node=header.node, ranks=sections)
+        if header.segmented_algorithm != head.segmented_algorithm:
+            names = [one.segmented_algorithm or "xxh3-128" for one in (head, header)]
+            text = f"step {step}: {both} have fingerprints of replicas by {names[0]} and by {names[1]}"
             raise _refused(error_pb2.REASON_RANKS_DISAGREE, text, node=header.node, ranks=sections)
 
 
@@ -260,14 +269,19 @@ def _check_references(refs: Sequence[ChunkRef], own: StepId, base_chunks: Collec
             raise _refused(error_pb2.REASON_CORRUPT, text, where=key)
 
 
-def _equal_fingerprints(sections: Mapping[int, RankSection], layouts: Layouts, step: int) -> npt.NDArray[np.uint64]:
-    """Return all rows' fingerprints, after every replica that has one was compared with the row that stands for it."""
-    joined = b"".join(sections[rank].fingerprints for rank in sorted(sections))
-    fingerprints = np.frombuffer(joined, dtype="<u8").reshape(-1, FINGERPRINT_BYTES // 8)
+def _joined(columns: Sequence[bytes]) -> npt.NDArray[np.uint64]:
+    """Return the fingerprints of all rows of all sections."""
+    return np.frombuffer(b"".join(columns), dtype="<u8").reshape(-1, FINGERPRINT_BYTES // 8)
+
+
+def _check_replicas(
+    fingerprints: npt.NDArray[np.uint64], sections: Mapping[int, RankSection], layouts: Layouts, step: int
+) -> None:
+    """Compare every replica that has a fingerprint with the row that stands for it."""
     has_one = _fingerprinted(sections)
     differs = (fingerprints != fingerprints[layouts.holder]).any(axis=1) & has_one
     if not differs.any():
-        return fingerprints
+        return
     row = int(differs.argmax())
     _, name, box = row_at(sections, row)
     same_box = np.flatnonzero((layouts.holder == layouts.holder[row]) & has_one)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckptd.protos import shard_table
+from ckptd.protos import segmented, shard_table
 from ckptd.protos.snapshot_pb2 import IndexHeader, RankSection
 
 from .keys import StepId, Timeline, is_node
-from .record_checks import UNCOMPARED_REPLICAS, check_mesh, check_version, corrupt, unsupported
+from .record_checks import SEGMENTED_FINGERPRINTS, UNCOMPARED_REPLICAS, check_mesh, check_version, corrupt, unsupported
 
 MAX_INDEX_BYTES = 2**31 - 1
 """Protobuf's own limit for a message."""
@@ -52,6 +52,7 @@ def check_header(header: IndexHeader, start: int, where: str) -> None:
     ):
         named = f"step {header.compared_in.step} of {header.compared_in.timeline!r}"
         raise corrupt(where, f"it would have been compared in {named}, which is no step before {step}")
+    _check_segmented_header(header, where)
     if not is_node(header.node):
         raise corrupt(where, f"{header.node!r} is no name of a node")
     check_mesh(header.mesh, header.world, where)
@@ -82,6 +83,11 @@ def check_section(section: RankSection, header: IndexHeader, what: str) -> None:
         ("writer", len(section.writer), rows),
         ("stream_offset", len(section.stream_offset), rows),
         ("fingerprints", len(section.fingerprints), rows * FINGERPRINT_BYTES),
+        (
+            "segmented_fingerprints",
+            len(section.segmented_fingerprints),
+            rows * FINGERPRINT_BYTES if header.segmented_algorithm else 0,
+        ),
         ("object_offset", len(section.object_offset), objects),
         ("object_length", len(section.object_length), objects),
         ("object_fingerprints", len(section.object_fingerprints), objects * FINGERPRINT_BYTES),
@@ -96,6 +102,7 @@ def check_section(section: RankSection, header: IndexHeader, what: str) -> None:
             raise corrupt(what, f"{expected} entries or bytes expected in {column}, {found} found")
     _check_chunks(section, header, sources, what)
     _check_uncompared(section, header, what)
+    _check_segmented(section, header, what)
     stream = sum(section.chunk_length)
     _check_rows(section, header, stream, what)
     for name, offset, length in zip(section.object_names, section.object_offset, section.object_length, strict=True):
@@ -153,6 +160,32 @@ def _check_uncompared(section: RankSection, header: IndexHeader, what: str) -> N
     left = np.asarray(section.writer, dtype=np.int64) != section.rank
     if not left.any() or fingerprints[left].any():
         raise corrupt(what, "it says that replicas were not compared, and has none, or has their fingerprints")
+
+
+def _check_segmented_header(header: IndexHeader, where: str) -> None:
+    """Refuse an unknown function, and a header that contradicts itself on whether there is a second column."""
+    name = header.segmented_algorithm
+    if name and name not in segmented.KNOWN:
+        known = ", ".join(map(repr, segmented.KNOWN))
+        raise unsupported(where, f"its replicas are compared by {name!r}; this program knows {known}")
+    if bool(name) != (SEGMENTED_FINGERPRINTS in header.required_features):
+        raise corrupt(
+            where, f"it names {name or 'no algorithm'!r} for {SEGMENTED_FINGERPRINTS}, and its features do not"
+        )
+    if name and header.HasField("compared_in"):
+        raise corrupt(where, f"its replicas would be compared by {name!r}, and left uncompared")
+
+
+def _check_segmented(section: RankSection, header: IndexHeader, what: str) -> None:
+    """Refuse fingerprints of replicas in the first column where they stand in the second, and a second one that has gaps."""
+    if not header.segmented_algorithm:
+        return
+    fingerprints = np.frombuffer(section.fingerprints, dtype=np.uint8).reshape(-1, FINGERPRINT_BYTES)
+    if section.uncompared or fingerprints[np.asarray(section.writer, dtype=np.int64) != section.rank].any():
+        raise corrupt(what, "its replicas have fingerprints in two columns, or are marked as having none")
+    column = np.frombuffer(section.segmented_fingerprints, dtype=np.uint8).reshape(-1, FINGERPRINT_BYTES)
+    if not column.any(axis=1).all():
+        raise corrupt(what, "its second column of fingerprints has zeros: replicas would be equal that nobody compared")
 
 
 def _check_disjoint(section: RankSection, what: str) -> None:

@@ -55,6 +55,7 @@ class NodeSnapshot:
         base: Step whose chunks may be referred to, named by the coordinator.
         base_sections: The base's sections of this node's ranks (or of any others), by rank.
         compared_in: The coordinator's word that replicas need not be compared; None: they must be.
+        segmented_algorithm: The coordinator's word on what they are compared by; "": xxh3-128.
         ranks: All ranks of this node.
     """
 
@@ -67,6 +68,7 @@ class NodeSnapshot:
     base: StepRef | None = None
     base_sections: Mapping[int, RankSection] = field(default_factory=dict)
     compared_in: StepRef | None = None
+    segmented_algorithm: str = ""
     ranks: Mapping[int, RankSnapshot]
 
     @property
@@ -162,21 +164,35 @@ def base_sources(sections: Mapping[int, RankSection]) -> dict[bytes, str]:
     return found
 
 
-def stream_fingerprints(staged: StagedRank) -> tuple[bytes, bytes]:
-    """Return the fingerprints of all rows and of all objects; reads the whole slot once.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamFingerprints:
+    """The columns of fingerprints of one rank's section: of rows, of rows by the segmented function, of objects."""
+
+    rows: bytes
+    segmented: bytes
+    objects: bytes
+
+
+def stream_fingerprints(staged: StagedRank, algorithm: str = "") -> StreamFingerprints:
+    """Return the fingerprints of all rows and of all objects; reads the whole slot, twice where there is an algorithm.
+
+    Args:
+        staged: The rank's stream.
+        algorithm: See `NodeSnapshot.segmented_algorithm`.
 
     Raises:
         DaemonError: LAYOUT_MISMATCH, the trainer's fingerprints of replicas do not fit the plan.
     """
     source, trailer = staged.source, staged.trailer
     try:
-        rows = row_fingerprints(
+        rows, by_segments = row_fingerprints(
             rank=staged.rank,
             rows=source.rows,
             writer=source.writer,
             offsets=staged.layout.offsets,
             data=source.slot.data,
             trailer=trailer,
+            algorithm=algorithm,
         )
     except ValueError as error:
         raise DaemonError.of(
@@ -188,12 +204,16 @@ def stream_fingerprints(staged: StagedRank) -> tuple[bytes, bytes]:
         ) from error
     objects = source.slot.objects
     places = zip(trailer.object_offset, trailer.object_length, strict=True)
-    return rows, b"".join(fingerprint(objects[offset : offset + length]) for offset, length in places)
+    return StreamFingerprints(
+        rows=rows,
+        segmented=by_segments,
+        objects=b"".join(fingerprint(objects[offset : offset + length]) for offset, length in places),
+    )
 
 
 def rank_section(
     staged: StagedRank,
-    fingerprints: tuple[bytes, bytes],
+    fingerprints: StreamFingerprints,
     digests: Sequence[bytes],
     own: StepId,
     base: Mapping[bytes, str],
@@ -211,19 +231,19 @@ def rank_section(
     objects_at = aligned(layout.data_bytes)
     sources: dict[str, int] = {}
     chunk_source = [sources.setdefault(base.get(digest, str(own)), len(sources)) for digest in digests]
-    rows, objects = fingerprints
     return RankSection(
         rank=staged.rank,
         coordinate=source.coordinate,
         shards=source.rows,
         writer=source.writer,
         stream_offset=layout.offsets,
-        fingerprints=rows,
+        fingerprints=fingerprints.rows,
+        segmented_fingerprints=fingerprints.segmented,
         aliases=source.aliases,
         object_names=trailer.object_names,
         object_offset=[objects_at + offset for offset in trailer.object_offset],
         object_length=trailer.object_length,
-        object_fingerprints=objects,
+        object_fingerprints=fingerprints.objects,
         chunk_digests=b"".join(digests),
         chunk_length=[span.length for span in staged.spans],
         chunk_source=chunk_source,
@@ -243,6 +263,7 @@ def index_header(snapshot: NodeSnapshot, lowest: StagedRank, new_bytes: int) -> 
         base=snapshot.base,
         plan_digest=snapshot.plan_digest,
         compared_in=snapshot.compared_in,
+        segmented_algorithm=snapshot.segmented_algorithm,
         new_bytes=new_bytes,
         metrics=lowest.trailer.metrics,
         tags=lowest.trailer.tags,

@@ -29,10 +29,19 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Who writes what. `writers[rank][row]` is the rank that writes the row of `rank`'s layout."""
+    """Who writes what.
+
+    Attributes:
+        digest: See `plan_digest`.
+        writers: `writers[rank][row]` is the rank that writes the row of `rank`'s layout.
+        nbytes: Bytes of all rows of all ranks.
+        replica_bytes: Bytes of those of them that another rank writes.
+    """
 
     digest: bytes
     writers: Mapping[int, list[int]]
+    nbytes: int
+    replica_bytes: int
 
 
 def plan_digest(layout_digests: Mapping[int, bytes]) -> bytes:
@@ -58,7 +67,14 @@ def plan(layouts: Mapping[int, ShardTable], layout_digests: Mapping[int, bytes])
     writers = writers_by_columns(layouts)
     if writers is None:
         writers = writers_by_rows(layouts)
-    return Plan(digest=plan_digest(layout_digests), writers=writers)
+    nbytes = {rank: np.asarray(table.nbytes, dtype=np.uint64) for rank, table in layouts.items()}
+    replicas = (of_rank[np.asarray(writers[rank], dtype=np.int64) != rank] for rank, of_rank in nbytes.items())
+    return Plan(
+        digest=plan_digest(layout_digests),
+        writers=writers,
+        nbytes=sum(int(of_rank.sum()) for of_rank in nbytes.values()),
+        replica_bytes=sum(int(of_rank.sum()) for of_rank in replicas),
+    )
 
 
 def writers_by_columns(layouts: Mapping[int, ShardTable]) -> dict[int, list[int]] | None:

@@ -21,7 +21,9 @@ FORMAT_VERSION = 1
 """Newest version of the format that this program reads, and the one it writes."""
 UNCOMPARED_REPLICAS = "uncompared-replicas"
 """Feature of an index in which fingerprints of replicas are zeros on purpose: who does not know it takes them for bits."""
-KNOWN_FEATURES: frozenset[str] = frozenset({UNCOMPARED_REPLICAS})
+SEGMENTED_FINGERPRINTS = "segmented-fingerprints"
+"""Feature of an index in which replicas are compared by a second column, and are zeros in the first: likewise."""
+KNOWN_FEATURES: frozenset[str] = frozenset({UNCOMPARED_REPLICAS, SEGMENTED_FINGERPRINTS})
 """Entries of `required_features` this program knows how to honour."""
 
 

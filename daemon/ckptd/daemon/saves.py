@@ -21,7 +21,7 @@ from ckptd.daemon.slots import DATA_OFFSET
 from ckptd.daemon.snapshots import Snapshot, Stage
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.wire_errors import wire_error
-from ckptd.protos import error_pb2, shard_table
+from ckptd.protos import error_pb2, segmented, shard_table
 from ckptd.protos.agent_pb2 import BeginReply, BeginRequest, Event, StagedRequest
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeLayoutPart, NodeMessage, NodePlanRequest
 from ckptd.protos.error_pb2 import Error
@@ -84,7 +84,12 @@ class NodeSave:
     def _begin_message(self, rank: int, request: BeginRequest) -> NodeMessage:
         return NodeMessage(
             begin=NodeMessage.Begin(
-                rank=rank, step=request.step, layout_digest=request.layout_digest, timeout_s=request.timeout_s
+                rank=rank,
+                step=request.step,
+                layout_digest=request.layout_digest,
+                timeout_s=request.timeout_s,
+                segmented_algorithms=[name for name in request.segmented_algorithms if name in segmented.KNOWN],
+                prefers_segmented=request.prefers_segmented,
             )
         )
 
@@ -205,6 +210,7 @@ class NodeSave:
                         tail_capacity=slot.tail_capacity,
                         timeline=decision.timeline,
                         leave_uncompared=snapshot.about.HasField("compared_in"),
+                        segmented_algorithm=snapshot.about.segmented_algorithm,
                     )
                 )
 
@@ -235,6 +241,7 @@ class NodeSave:
             job=self._link.about.job,
             run_id=self._link.about.run_id,
             store_driver=self._link.about.options.store_driver,
+            segmented_algorithm=decision.segmented_algorithm,
         )
         if decision.HasField("base"):
             about.base.CopyFrom(decision.base)

@@ -182,7 +182,8 @@ class SlotFile:
         except DecodeError as error:
             raise self._bad_trailer(str(error)) from error
         counts = {len(trailer.object_names), len(trailer.object_offset), len(trailer.object_length)}
-        if len(counts) != 1 or len(trailer.replica_fingerprints) != 16 * len(trailer.replica_row):
+        replicas = len(trailer.replica_fingerprints) + len(trailer.segmented_fingerprints)
+        if len(counts) != 1 or replicas != 16 * len(trailer.replica_row):
             raise self._bad_trailer("its columns do not fit together")
         for offset, length in zip(trailer.object_offset, trailer.object_length, strict=True):
             if offset + length > self._header.objects_bytes:

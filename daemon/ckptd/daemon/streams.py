@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import blake3
 import xxhash
 
+from ckptd.protos import segmented
 from ckptd.protos.snapshot_pb2 import RankSection
 
 from .index import ChunkRef, chunk_refs
@@ -21,12 +22,13 @@ from .index_checks import FINGERPRINT_BYTES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRow:
-    """A shard or an object as it stands in a stream: name, place and bytes, and its xxh3-128."""
+    """A shard or an object as it stands in a stream: name, place and bytes, xxh3-128, and segmented fingerprint or b""."""
 
     name: str
     offset: int
     nbytes: int
     fingerprint: bytes
+    segmented: bytes = b""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,7 @@ class StreamRun:
         for chunk in self.chunks:
             hasher.update(f"{chunk.key} {chunk.length}\n".encode())
         for row in self.rows:
-            hasher.update(f"{row.offset - start} {row.nbytes} {row.fingerprint.hex()}\n".encode())
+            hasher.update(f"{row.offset - start} {row.nbytes} {row.fingerprint.hex()} {row.segmented.hex()}\n".encode())
         return hasher.digest()
 
     def fingerprints(self) -> RunFingerprints:
@@ -64,6 +66,7 @@ class RunFingerprints:
         self._rows = rows
         self._at = 0
         self._hasher = xxhash.xxh3_128()
+        self._by_segments = segmented.Hasher()
         self._wrong: list[str] = []
 
     def feed(self, offset: int, piece: memoryview) -> None:
@@ -74,12 +77,16 @@ class RunFingerprints:
             begin = max(row.offset, offset)
             if begin >= end:
                 return
-            self._hasher.update(piece[begin - offset : min(row.offset + row.nbytes, end) - offset])
+            part = piece[begin - offset : min(row.offset + row.nbytes, end) - offset]
+            self._hasher.update(part)
+            if row.segmented:
+                self._by_segments.update(part)
             if row.offset + row.nbytes > end:
                 return
-            if self._hasher.digest() != row.fingerprint:
+            fits = self._hasher.digest() == row.fingerprint
+            if not fits or (row.segmented and self._by_segments.digest() != row.segmented):
                 self._wrong.append(row.name)
-            self._hasher = xxhash.xxh3_128()
+            self._hasher, self._by_segments = xxhash.xxh3_128(), segmented.Hasher()
             self._at += 1
 
     def wrong(self) -> list[str]:
@@ -96,6 +103,7 @@ def stored_rows(section: RankSection) -> list[StoredRow]:
             offset=section.stream_offset[row],
             nbytes=table.nbytes[row],
             fingerprint=section.fingerprints[row * FINGERPRINT_BYTES : (row + 1) * FINGERPRINT_BYTES],
+            segmented=section.segmented_fingerprints[row * FINGERPRINT_BYTES : (row + 1) * FINGERPRINT_BYTES],
         )
         for row, writer in enumerate(section.writer)
         if writer == section.rank and table.nbytes[row]

@@ -72,7 +72,7 @@ def stored_tensors(sections: Mapping[int, RankSection], axes: tuple[str, ...]) -
             tensor = found.setdefault(key, StoredTensor(dtype=row.dtype, shape=row.global_shape, scope=row.scope))
             if row.box not in tensor.boxes:
                 tensor.nbytes += row.nbytes
-            # The writer's own: a replica may have none (see RankSection.uncompared).
+            # The writer's own: a replica may have none (see RankSection.uncompared and segmented_fingerprints).
             if row.box not in tensor.boxes or section.writer[at] == rank:
                 tensor.boxes[row.box] = section.fingerprints[at * FINGERPRINT_BYTES : (at + 1) * FINGERPRINT_BYTES]
             if not tensor.ranks or tensor.ranks[-1] != rank:

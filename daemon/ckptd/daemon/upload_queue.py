@@ -137,6 +137,7 @@ class UploadQueue:
                 base=about.base if about.HasField("base") else None,
                 base_sections=self._base_sections(about),
                 compared_in=about.compared_in if about.HasField("compared_in") else None,
+                segmented_algorithm=about.segmented_algorithm,
                 ranks={
                     rank: RankSnapshot(
                         slot=slot,

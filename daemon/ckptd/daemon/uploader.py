@@ -107,7 +107,7 @@ class Uploader:
             hashes.extend(
                 [self._hashers.submit(self._hash, run, each, at) for at in range(len(each.spans))] for each in staged
             )
-            fingerprints = [stream_fingerprints(each) for each in staged]
+            fingerprints = [stream_fingerprints(each, snapshot.segmented_algorithm) for each in staged]
             for each, futures in zip(staged, hashes, strict=True):
                 wait(futures)
                 seconds = round(run.hash_seconds.get(each.rank, 0.0), 6)

@@ -511,6 +511,8 @@ class BeginRequest(google.protobuf.message.Message):
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
     TAIL_BYTES_FIELD_NUMBER: builtins.int
     TIMEOUT_S_FIELD_NUMBER: builtins.int
+    SEGMENTED_ALGORITHMS_FIELD_NUMBER: builtins.int
+    PREFERS_SEGMENTED_FIELD_NUMBER: builtins.int
     session: builtins.str
     """As Attach gave it."""
     step: builtins.int
@@ -521,6 +523,12 @@ class BeginRequest(google.protobuf.message.Message):
     """Bytes of objects and trailer this rank will stage; sizes the slot."""
     timeout_s: builtins.float
     """Seconds the caller waits; the smaller of it and begin_timeout_s counts."""
+    prefers_segmented: builtins.bool
+    """It holds tensors that it would rather not bring to the host to fingerprint them: one of these functions, please."""
+    @property
+    def segmented_algorithms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Functions other than xxh3-128 that it can fingerprint replicas by, best first."""
+
     def __init__(
         self,
         *,
@@ -529,8 +537,10 @@ class BeginRequest(google.protobuf.message.Message):
         layout_digest: builtins.bytes = ...,
         tail_bytes: builtins.int = ...,
         timeout_s: builtins.float = ...,
+        segmented_algorithms: collections.abc.Iterable[builtins.str] | None = ...,
+        prefers_segmented: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["layout_digest", b"layout_digest", "session", b"session", "step", b"step", "tail_bytes", b"tail_bytes", "timeout_s", b"timeout_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["layout_digest", b"layout_digest", "prefers_segmented", b"prefers_segmented", "segmented_algorithms", b"segmented_algorithms", "session", b"session", "step", b"step", "tail_bytes", b"tail_bytes", "timeout_s", b"timeout_s"]) -> None: ...
 
 global___BeginRequest = BeginRequest
 
@@ -551,6 +561,7 @@ class BeginReply(google.protobuf.message.Message):
     TAIL_CAPACITY_FIELD_NUMBER: builtins.int
     TIMELINE_FIELD_NUMBER: builtins.int
     LEAVE_UNCOMPARED_FIELD_NUMBER: builtins.int
+    SEGMENTED_ALGORITHM_FIELD_NUMBER: builtins.int
     go: builtins.bool
     """False: skipped on all ranks alike, and why."""
     plan_digest: builtins.bytes
@@ -571,6 +582,8 @@ class BeginReply(google.protobuf.message.Message):
     """Timeline the step belongs to."""
     leave_uncompared: builtins.bool
     """Rows that other ranks write need no fingerprints in this step; false: they do."""
+    segmented_algorithm: builtins.str
+    """What to fingerprint all rows by that other ranks write, one of those that Begin named. Empty: xxh3-128."""
     @property
     def skipped(self) -> ckptd.protos.error_pb2.Error:
         """Why not (BUSY); absent on go."""
@@ -589,9 +602,10 @@ class BeginReply(google.protobuf.message.Message):
         tail_capacity: builtins.int = ...,
         timeline: builtins.str = ...,
         leave_uncompared: builtins.bool = ...,
+        segmented_algorithm: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["skipped", b"skipped"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["data_bytes", b"data_bytes", "data_offset", b"data_offset", "go", b"go", "leave_uncompared", b"leave_uncompared", "path", b"path", "plan_digest", b"plan_digest", "skipped", b"skipped", "slot", b"slot", "tail_capacity", b"tail_capacity", "tail_offset", b"tail_offset", "timeline", b"timeline"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data_bytes", b"data_bytes", "data_offset", b"data_offset", "go", b"go", "leave_uncompared", b"leave_uncompared", "path", b"path", "plan_digest", b"plan_digest", "segmented_algorithm", b"segmented_algorithm", "skipped", b"skipped", "slot", b"slot", "tail_capacity", b"tail_capacity", "tail_offset", b"tail_offset", "timeline", b"timeline"]) -> None: ...
 
 global___BeginReply = BeginReply
 

@@ -211,6 +211,8 @@ class NodeMessage(google.protobuf.message.Message):
         STEP_FIELD_NUMBER: builtins.int
         LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
         TIMEOUT_S_FIELD_NUMBER: builtins.int
+        SEGMENTED_ALGORITHMS_FIELD_NUMBER: builtins.int
+        PREFERS_SEGMENTED_FIELD_NUMBER: builtins.int
         rank: builtins.int
         """Global rank."""
         step: builtins.int
@@ -219,6 +221,12 @@ class NodeMessage(google.protobuf.message.Message):
         """BLAKE3 (32 bytes) of the rank's layout."""
         timeout_s: builtins.float
         """Seconds the rank waits; the smaller of it and begin_timeout_s counts."""
+        prefers_segmented: builtins.bool
+        """As the rank gave it."""
+        @property
+        def segmented_algorithms(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+            """As the rank gave them, those that this agent knows."""
+
         def __init__(
             self,
             *,
@@ -226,8 +234,10 @@ class NodeMessage(google.protobuf.message.Message):
             step: builtins.int = ...,
             layout_digest: builtins.bytes = ...,
             timeout_s: builtins.float = ...,
+            segmented_algorithms: collections.abc.Iterable[builtins.str] | None = ...,
+            prefers_segmented: builtins.bool = ...,
         ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "timeout_s", b"timeout_s"]) -> None: ...
+        def ClearField(self, field_name: typing.Literal["layout_digest", b"layout_digest", "prefers_segmented", b"prefers_segmented", "rank", b"rank", "segmented_algorithms", b"segmented_algorithms", "step", b"step", "timeout_s", b"timeout_s"]) -> None: ...
 
     @typing.final
     class Staged(google.protobuf.message.Message):
@@ -580,6 +590,7 @@ class CoordinatorMessage(google.protobuf.message.Message):
         BASE_FIELD_NUMBER: builtins.int
         BASE_INDEXES_FIELD_NUMBER: builtins.int
         COMPARED_IN_FIELD_NUMBER: builtins.int
+        SEGMENTED_ALGORITHM_FIELD_NUMBER: builtins.int
         step: builtins.int
         """Number of the step."""
         timeline: builtins.str
@@ -588,6 +599,8 @@ class CoordinatorMessage(google.protobuf.message.Message):
         """True: copy."""
         plan_digest: builtins.bytes
         """On go: BLAKE3 (32 bytes) of the plan, for FetchPlan."""
+        segmented_algorithm: builtins.str
+        """On go: what replicas are compared by, known to all ranks and agents. Empty: xxh3-128. Never with `compared_in`."""
         @property
         def error(self) -> ckptd.protos.error_pb2.Error:
             """Why not (BUSY), or the error that every rank gets."""
@@ -615,9 +628,10 @@ class CoordinatorMessage(google.protobuf.message.Message):
             base: ckptd.protos.snapshot_pb2.StepRef | None = ...,
             base_indexes: collections.abc.Iterable[ckptd.protos.snapshot_pb2.IndexRef] | None = ...,
             compared_in: ckptd.protos.snapshot_pb2.StepRef | None = ...,
+            segmented_algorithm: builtins.str = ...,
         ) -> None: ...
         def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "error", b"error"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "error", b"error", "go", b"go", "plan_digest", b"plan_digest", "step", b"step", "timeline", b"timeline"]) -> None: ...
+        def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "error", b"error", "go", b"go", "plan_digest", b"plan_digest", "segmented_algorithm", b"segmented_algorithm", "step", b"step", "timeline", b"timeline"]) -> None: ...
 
     @typing.final
     class AllStaged(google.protobuf.message.Message):

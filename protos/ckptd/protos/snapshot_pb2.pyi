@@ -774,10 +774,13 @@ class RankSection(google.protobuf.message.Message):
     CHUNK_ENCODING_FIELD_NUMBER: builtins.int
     CHUNK_PLAIN_LENGTH_FIELD_NUMBER: builtins.int
     UNCOMPARED_FIELD_NUMBER: builtins.int
+    SEGMENTED_FINGERPRINTS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Global rank."""
     fingerprints: builtins.bytes
-    """Row of shards: xxh3-128 over the box's plain bytes, 16 bytes each (big-endian canonical form), concatenated. See `uncompared`."""
+    """Row of shards: xxh3-128 over the box's plain bytes, 16 bytes each (big-endian canonical form), concatenated. See `uncompared`
+    and `segmented_fingerprints`.
+    """
     object_fingerprints: builtins.bytes
     """Row of objects: xxh3-128 over its bytes, 16 bytes each, concatenated."""
     chunk_digests: builtins.bytes
@@ -785,6 +788,10 @@ class RankSection(google.protobuf.message.Message):
     uncompared: builtins.bool
     """The fingerprints of rows that another rank writes were left out on purpose, and are zeros. Only where the header has
     `compared_in` and requires the feature "uncompared-replicas".
+    """
+    segmented_fingerprints: builtins.bytes
+    """Row of shards: the header's `segmented_algorithm` over the box's plain bytes, 16 bytes each, concatenated; replicas are compared by
+    it, and `fingerprints` has 16 zero bytes for each row that another rank writes. Empty where the header names no algorithm.
     """
     @property
     def coordinate(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -859,9 +866,10 @@ class RankSection(google.protobuf.message.Message):
         chunk_encoding: collections.abc.Iterable[builtins.int] | None = ...,
         chunk_plain_length: collections.abc.Iterable[builtins.int] | None = ...,
         uncompared: builtins.bool = ...,
+        segmented_fingerprints: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["aliases", b"aliases", "shards", b"shards"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "chunk_digests", b"chunk_digests", "chunk_encoding", b"chunk_encoding", "chunk_length", b"chunk_length", "chunk_plain_length", b"chunk_plain_length", "chunk_source", b"chunk_source", "coordinate", b"coordinate", "fingerprints", b"fingerprints", "object_fingerprints", b"object_fingerprints", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "rank", b"rank", "shards", b"shards", "sources", b"sources", "stream_offset", b"stream_offset", "uncompared", b"uncompared", "writer", b"writer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "chunk_digests", b"chunk_digests", "chunk_encoding", b"chunk_encoding", "chunk_length", b"chunk_length", "chunk_plain_length", b"chunk_plain_length", "chunk_source", b"chunk_source", "coordinate", b"coordinate", "fingerprints", b"fingerprints", "object_fingerprints", b"object_fingerprints", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "rank", b"rank", "segmented_fingerprints", b"segmented_fingerprints", "shards", b"shards", "sources", b"sources", "stream_offset", b"stream_offset", "uncompared", b"uncompared", "writer", b"writer"]) -> None: ...
 
 global___RankSection = RankSection
 
@@ -898,7 +906,7 @@ global___SectionEntry = SectionEntry
 @typing.final
 class IndexHeader(google.protobuf.message.Message):
     """Header of index/<12-digit step>.<timeline>/<node>.<digest>.pb. The file is: 8 bytes "CKPTDIX1", u64 little-endian length
-    of this header, this header, then the RankSections. It is deterministic in (slots, layout, base, compared_in): no time, no host, no pid.
+    of this header, this header, then the RankSections. It is deterministic in (slots, layout, base, compared_in, segmented_algorithm): no time, no host, no pid.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -969,6 +977,7 @@ class IndexHeader(google.protobuf.message.Message):
     TAGS_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
     COMPARED_IN_FIELD_NUMBER: builtins.int
+    SEGMENTED_ALGORITHM_FIELD_NUMBER: builtins.int
     format_version: builtins.int
     """As in Job."""
     step: builtins.int
@@ -987,6 +996,10 @@ class IndexHeader(google.protobuf.message.Message):
     """"xxh3-128"."""
     new_bytes: builtins.int
     """Stored bytes that this node put for this step."""
+    segmented_algorithm: builtins.str
+    """What `segmented_fingerprints` of every section is made by: "xxh3-128/32k", see docs/format.md. Only with the feature
+    "segmented-fingerprints" in `required_features`, and without `compared_in`. Empty: there is no such column.
+    """
     @property
     def required_features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """As in Job."""
@@ -1046,9 +1059,10 @@ class IndexHeader(google.protobuf.message.Message):
         tags: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         versions: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         compared_in: global___StepRef | None = ...,
+        segmented_algorithm: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "mesh", b"mesh"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "digest_algorithm", b"digest_algorithm", "encodings", b"encodings", "fingerprint_algorithm", b"fingerprint_algorithm", "format_version", b"format_version", "mesh", b"mesh", "metrics", b"metrics", "new_bytes", b"new_bytes", "node", b"node", "plan_digest", b"plan_digest", "required_features", b"required_features", "sections", b"sections", "step", b"step", "tags", b"tags", "timeline", b"timeline", "versions", b"versions", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "digest_algorithm", b"digest_algorithm", "encodings", b"encodings", "fingerprint_algorithm", b"fingerprint_algorithm", "format_version", b"format_version", "mesh", b"mesh", "metrics", b"metrics", "new_bytes", b"new_bytes", "node", b"node", "plan_digest", b"plan_digest", "required_features", b"required_features", "sections", b"sections", "segmented_algorithm", b"segmented_algorithm", "step", b"step", "tags", b"tags", "timeline", b"timeline", "versions", b"versions", "world", b"world"]) -> None: ...
 
 global___IndexHeader = IndexHeader
 
@@ -1380,10 +1394,16 @@ class SlotTrailer(google.protobuf.message.Message):
     TAGS_FIELD_NUMBER: builtins.int
     VERSIONS_FIELD_NUMBER: builtins.int
     UNCOMPARED_FIELD_NUMBER: builtins.int
+    SEGMENTED_FINGERPRINTS_FIELD_NUMBER: builtins.int
+    SEGMENTED_ALGORITHM_FIELD_NUMBER: builtins.int
     replica_fingerprints: builtins.bytes
     """Their xxh3-128 (16 bytes each), computed by the trainer at the same cut."""
     uncompared: builtins.bool
     """No fingerprints of replicas, because the answer to Begin said so; the columns above are empty then."""
+    segmented_fingerprints: builtins.bytes
+    """Instead of replica_fingerprints, where the answer to Begin said so: 16 bytes for each of replica_row, made by `segmented_algorithm`."""
+    segmented_algorithm: builtins.str
+    """As BeginReply gave it; empty: replica_fingerprints it is."""
     @property
     def object_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the objects, in the order they stand in."""
@@ -1424,8 +1444,10 @@ class SlotTrailer(google.protobuf.message.Message):
         tags: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         versions: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         uncompared: builtins.bool = ...,
+        segmented_fingerprints: builtins.bytes = ...,
+        segmented_algorithm: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "replica_fingerprints", b"replica_fingerprints", "replica_row", b"replica_row", "tags", b"tags", "uncompared", b"uncompared", "versions", b"versions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["metrics", b"metrics", "object_length", b"object_length", "object_names", b"object_names", "object_offset", b"object_offset", "replica_fingerprints", b"replica_fingerprints", "replica_row", b"replica_row", "segmented_algorithm", b"segmented_algorithm", "segmented_fingerprints", b"segmented_fingerprints", "tags", b"tags", "uncompared", b"uncompared", "versions", b"versions"]) -> None: ...
 
 global___SlotTrailer = SlotTrailer
 
@@ -1501,6 +1523,7 @@ class HeldSnapshot(google.protobuf.message.Message):
     RUN_ID_FIELD_NUMBER: builtins.int
     STORE_DRIVER_FIELD_NUMBER: builtins.int
     COMPARED_IN_FIELD_NUMBER: builtins.int
+    SEGMENTED_ALGORITHM_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step."""
     timeline: builtins.str
@@ -1517,6 +1540,8 @@ class HeldSnapshot(google.protobuf.message.Message):
     """Run that began it."""
     store_driver: builtins.str
     """As in RunOptions."""
+    segmented_algorithm: builtins.str
+    """As BeginDecision gave it: what replicas are compared by. Empty: xxh3-128."""
     @property
     def mesh(self) -> global___Mesh:
         """Mesh of the run."""
@@ -1553,8 +1578,9 @@ class HeldSnapshot(google.protobuf.message.Message):
         run_id: builtins.str = ...,
         store_driver: builtins.str = ...,
         compared_in: global___StepRef | None = ...,
+        segmented_algorithm: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "mesh", b"mesh"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "job", b"job", "mesh", b"mesh", "plan_digest", b"plan_digest", "ranks", b"ranks", "root", b"root", "run_id", b"run_id", "step", b"step", "store_driver", b"store_driver", "timeline", b"timeline", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "job", b"job", "mesh", b"mesh", "plan_digest", b"plan_digest", "ranks", b"ranks", "root", b"root", "run_id", b"run_id", "segmented_algorithm", b"segmented_algorithm", "step", b"step", "store_driver", b"store_driver", "timeline", b"timeline", "world", b"world"]) -> None: ...
 
 global___HeldSnapshot = HeldSnapshot

@@ -6,16 +6,21 @@ the answer is the same for all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ckptd.daemon import keys
 from ckptd.daemon.coordinator.effects import Compute, Procedure, Wait
 from ckptd.daemon.coordinator.saving import note_told
 from ckptd.daemon.coordinator.state import BeginCall, Phase, State, StepRun
 from ckptd.daemon.errors import PlanError, make_error
-from ckptd.daemon.plan import plan, plan_digest
-from ckptd.protos import error_pb2
+from ckptd.daemon.plan import Plan, plan, plan_digest
+from ckptd.protos import error_pb2, segmented
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import IndexRef, StepRef
+
+SEGMENTED_SHARE = 16
+"""Replicas are compared by a segmented function where their bytes are at least one part in so many of what is written."""
 
 
 def on_begin(state: State, call: NodeMessage.Begin) -> None:
@@ -31,7 +36,11 @@ def on_begin(state: State, call: NodeMessage.Begin) -> None:
     limit = state.lead.options.begin_timeout_s
     timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
     state.begins[call.rank] = BeginCall(
-        step=call.step, layout_digest=bytes(call.layout_digest), deadline=state.now + timeout
+        step=call.step,
+        layout_digest=bytes(call.layout_digest),
+        deadline=state.now + timeout,
+        segmented_algorithms=tuple(call.segmented_algorithms),
+        prefers_segmented=call.prefers_segmented,
     )
 
 
@@ -126,6 +135,7 @@ def _go(state: State, step: int) -> None:
         go=True,
         plan_digest=state.plan.digest,
         compared_in=state.steps[step].compared_in,
+        segmented_algorithm=segmented_algorithm(state.begins.values(), state.plan) if compared_in is None else "",
     )
     if base is not None and indexes:
         decision.base.CopyFrom(base)
@@ -133,9 +143,23 @@ def _go(state: State, step: int) -> None:
     else:
         state.steps[step].base = None
     state.begins.clear()
-    state.log("begun", step=step, compared=compared_in is None)
+    state.log("begun", step=step, compared=compared_in is None, segmented=decision.segmented_algorithm)
     state.steps[step].go = CoordinatorMessage(begin=decision)
     state.broadcast(CoordinatorMessage(begin=decision))
+
+
+def segmented_algorithm(calls: Collection[BeginCall], plan: Plan) -> str:
+    """Return what replicas are compared by in a step that compares them; "": xxh3-128.
+
+    Where one rank would rather not bring its replicas to the host, and all ranks and their agents know the function. For a
+    few small replicas beside sharded state it is not worth what agents must read for it.
+    """
+    if not any(call.prefers_segmented for call in calls):
+        return ""
+    if not plan.replica_bytes or plan.replica_bytes * SEGMENTED_SHARE < plan.nbytes - plan.replica_bytes:
+        return ""
+    known = (name for name in segmented.KNOWN if all(name in call.segmented_algorithms for call in calls))
+    return next(known, "")
 
 
 def _refusal(state: State) -> Error | None:

@@ -59,6 +59,8 @@ class BeginCall:
     step: int
     layout_digest: bytes
     deadline: float
+    segmented_algorithms: tuple[str, ...] = ()
+    prefers_segmented: bool = False
 
 
 @dataclass(kw_only=True, slots=True)
