@@ -105,12 +105,11 @@ def test_what_does_not_fit_is_no_answer(other: str) -> None:
     elif other == "nothing":
         had = RestoredStep()
     run = came_back(play, before, had)
-    more: dict[str, int] = {"step": 1} if other == "another question" else {}
     if other == "it has begun to save":
         run.begin(3, ranks=(1,))
     elif other == "it asks again":
         run.say(1, restore=NodeMessage.Restore(rank=1, step=1))
-    run.say(0, restore=NodeMessage.Restore(rank=0, **more))
+    run.say(0, restore=NodeMessage.Restore(rank=0, step=1 if other == "another question" else None))
     run.settle()
     assert (NODES[0], "restore_chosen") not in kinds(run)
 
