@@ -162,7 +162,7 @@ def _run(due: list[Cell], kept: Results, console: Console, workers: int) -> None
     workers = min(workers, max(1, len(due)))
     teller = _Teller(due, workers, console)
     console.print(
-        f"{len(due)} cells to run, {workers} at a time: about {_minutes(teller.pace.left_s())}; results in {kept.folder}",
+        f"{len(due)} cells to run, {workers} at a time: about {_minutes(teller.pace.left_s(0.0))}; results in {kept.folder}",
         style="dim",
         highlight=False,
     )
@@ -191,12 +191,12 @@ class _Teller:
 
     def __call__(self, result: CellResult) -> None:
         self._done += 1
-        self.pace.done(result.cell, result.seconds)
-        took, left = time.monotonic() - self._begun, self.pace.left_s()
+        self.pace.done(result.cell)
+        took = time.monotonic() - self._begun
         colour = "dim" if result.verdict == NOT_APPLICABLE else _COLOURS[Verdict(result.verdict)]
         self._console.print(
             f"[{colour}]{result.verdict}[/{colour}] {escape(result.cell)} [dim]{result.seconds:.1f} s; {escape(result.struck)}; "
-            f"{self._done}/{self._count}, {_minutes(took)}, {_minutes(left)} left[/dim]",
+            f"{self._done}/{self._count}, {_minutes(took)}, {_minutes(self.pace.left_s(took))} left[/dim]",
             soft_wrap=True,
             highlight=False,
         )
