@@ -193,3 +193,18 @@ def test_a_run_that_is_half_there_is_waited_for_until_its_silent_nodes_are_given
     second.wait(0.5)
     second.settle()
     assert second.state.timeline.number == 2
+
+
+def test_a_start_whose_ranks_have_died_meanwhile_claims_nothing() -> None:
+    """One that was paused and wakes when the job has moved on finds its ranks gone: its claim would fence whoever runs now."""
+    play = Play()
+    play.run().attach().settle()
+    second = play.run(alive=2).attach()
+    second.settle()
+    second.say(0, gone=NodeMessage.RankGone(rank=0, clean=False, why=Error(message="killed")))
+    second.alive = 0
+    second.wait(0.5)
+    second.settle()
+    refused = second.last("refused").refused
+    assert (refused.reason, list(refused.ranks)) == (error_pb2.REASON_RANKS_MISSING, [0])
+    assert [info.key for info in play.store.list("log/") if "claim" in info.key and "00000002" in info.key] == []

@@ -74,7 +74,7 @@ def matrix(
         typer.Option(help="examples/train_moe.py: hurt that job under torchrun, on 2 x 2 ranks, once in each way."),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Run so many cells at once. [default: one per processor]")
+        int | None, typer.Option(min=1, help="Run so many cells at once. [default: processors + 1]")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of index.html, junit.xml and report.json. [default: with the results]")

@@ -1,7 +1,7 @@
 """How long a matrix takes: an estimate before, and what is left on the way. Pure.
 
-Owns: seconds of a cell by what it does, measured on a machine that was not busy, and how much slower this one is. Surveys, starts and
-whatever else takes time count as part of the cells that were run meanwhile.
+Owns: seconds of a cell by what it does, measured on a machine that was not busy, and how much slower this one is. Surveys,
+starts and whatever else takes time count as part of the cells that were run meanwhile.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ _MOST_DEATHS = 10
 
 
 def default_workers() -> int:
-    """Return how many workers this machine's processors can feed: a cell waits about half of its time."""
-    return max(1, len(os.sched_getaffinity(0)))
+    """Return one more than there are processors: a cell waits for a part of its time, a second where it pauses a process."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 class _Worker:

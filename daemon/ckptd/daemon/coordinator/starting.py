@@ -167,6 +167,15 @@ def _claim(state: State) -> Procedure:
             if refused is not None:
                 return refused
             asked = True
+        gone = sorted(number for number, rank in state.ranks.items() if not rank.attached)
+        if gone:
+            # A start that stood still meanwhile, say: without them nothing can come of it, and its claim would fence others.
+            return make_error(
+                error_pb2.REASON_RANKS_MISSING,
+                f"ranks {gone} ended before the run had claimed its timeline",
+                ranks=gone,
+                phase="register",
+            )
         timeline = Timeline(number=log.next_number(), nonce=state.nonce())
         claim = _claim_of(state, timeline)
         yield Put(key=keys.claim_key(timeline), data=records.to_bytes(claim), label="claim")
