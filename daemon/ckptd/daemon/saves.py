@@ -153,9 +153,8 @@ class NodeSave:
         """After a reconnect: every call without an answer."""
         for rank, wait in self._begins.items():
             self._link.say(self._begin_message(rank, wait.request))
-        for (
-            error
-        ) in self._given_up.values():  # of no timeline: it was never begun, and the coordinator may be another one
+        # Of no timeline: it was never begun, and the coordinator may be another one.
+        for error in self._given_up.values():
             self._link.say(NodeMessage(failed=NodeMessage.StepFailed(step=error.step, error=error)))
 
     def on_message(self, message: CoordinatorMessage) -> None:
