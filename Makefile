@@ -31,7 +31,7 @@ test: $(STAMP) ## the whole suite
 unit: $(STAMP) ## the fast half
 	$(BIN)/python -m pytest -q tests/unit
 
-# Hours on two cores; what is broken off goes on where it stopped. ARGS='--store local --only "coordinator.*"' for a part.
+# About an hour on two cores; what is broken off goes on where it stopped. ARGS='--store local --only "coordinator.*"' for a part.
 chaos: $(STAMP) ## a fault at every boundary of the protocol, in every role, on both stores
 	$(BIN)/ckptd chaos matrix $(ARGS)
 

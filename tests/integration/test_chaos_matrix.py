@@ -15,6 +15,7 @@ import pytest
 
 from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, TWO_NODES, VICTIMS, Cell, cells, reason
 from ckptd.chaos.matrix.plays import PLAYS, play_named
+from ckptd.chaos.matrix.pool import Pool
 from ckptd.chaos.matrix.results import Results
 from ckptd.chaos.matrix.running import Matrix
 from ckptd.chaos.matrix.striking import Place, Strike
@@ -56,10 +57,18 @@ def test_a_fault_at_any_boundary_costs_no_bit(matrix: Matrix, victim: str, actio
     assert result.fired
 
 
-@pytest.mark.parametrize("victim", ["agent", "coordinator"])
-def test_a_death_in_the_midst_of_a_restore_does_not_end_the_job(matrix: Matrix, victim: str) -> None:
+@pytest.mark.parametrize(
+    ("boundary", "victim"),
+    [
+        ("agent.before_say_restore_ready", "agent"),
+        ("agent.before_say_restore_ready", "coordinator"),
+        # The other rank has its answer already, and will not ask the next coordinator.
+        ("agent.heard_restore_go", "coordinator"),
+    ],
+)
+def test_a_death_in_the_midst_of_a_restore_does_not_end_the_job(matrix: Matrix, boundary: str, victim: str) -> None:
     """The rank is answered again by the agent that comes back, and the restore goes on: the script never notices."""
-    cell = Cell(boundary="agent.before_say_restore_ready", victim=victim, action="kill", store="local", shape=TWO_NODES)
+    cell = Cell(boundary=boundary, victim=victim, action="kill", store="local", shape=TWO_NODES)
     result = matrix.run_cell(cell)
     assert result.problems == {}, result.replay
     assert result.fired
@@ -73,6 +82,21 @@ def test_a_node_is_lost_beside_a_real_store(matrix: Matrix) -> None:
     result = matrix.run_cell(cell)
     assert result.problems == {}, result.replay
     assert result.fired
+
+
+@pytest.mark.timeout(600)
+def test_workers_share_what_they_found(matrix: Matrix, tmp_path: Path) -> None:
+    """Two workers run a cell each: both pass, the survey that both need is there once, and nothing of the workers is left."""
+    kept = Results(tmp_path / "results", "0" * 64)
+    due = [drawn(matrix, victim, "kill") for victim in ("rank", "agent")]
+    with Pool(tmp_path / "out", kept, 2) as pool:
+        pool.run(due, tell=lambda _: None)
+        pids = [worker.process.pid for worker in pool._workers]
+    assert {name: result.problems for name, result in kept.known.items()} == {str(cell): {} for cell in due}
+    assert [path.name for path in kept.folder.glob("survey.*.json")] == ["survey.resumed.2x1.local.json"]
+    assert len(pids) == 2
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert list((tmp_path / "out").rglob("nodes")) == []
 
 
 def test_a_boundary_that_is_not_reached_is_no_pass(matrix: Matrix) -> None:

@@ -72,3 +72,30 @@ def test_a_step_that_a_rank_gave_up_while_the_link_was_broken_is_said_to_have_fa
     said = asyncio.run(said_after_reconnect(gives_up))
     (one,) = said[0].hello.held
     assert (one.step, one.failed.message, one.failed.rank) == (7, "boom", 1)
+
+
+def test_a_step_that_a_rank_cannot_begin_is_said_again_to_whoever_leads_then() -> None:
+    """The coordinator may have died with the word: the other ranks would wait for this one until their deadline."""
+
+    def gives_up(link: RunLink, held: Any, sessions: list[Session]) -> None:
+        link.saves.fail_step(sessions[1], 7, Error(message="boom"))
+
+    said = asyncio.run(said_after_reconnect(gives_up))
+    failed = said[-1].failed
+    assert (failed.timeline, failed.step, failed.error.message, failed.error.rank) == ("", 7, "boom", 1)
+
+
+def test_what_a_rank_has_restored_is_said_with_it() -> None:
+    """Until it asks for another step, or begins to save: a coordinator that comes back has to know."""
+
+    def restored(link: RunLink, held: Any, sessions: list[Session]) -> None:
+        sessions[1].about.restored.step = 4
+        link.restores.done(sessions[1], 1, None)
+        sessions[0].about.restored.step = 4
+        link.saves.fail_step(sessions[0], 5, Error(message="boom"))
+
+    said = asyncio.run(said_after_reconnect(restored))
+    assert [(m.attached.rank, m.attached.HasField("restored")) for m in said if m.HasField("attached")] == [
+        (0, False),
+        (1, True),
+    ]

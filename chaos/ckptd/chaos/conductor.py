@@ -22,6 +22,8 @@ from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import TICK, Watcher
 
 _MOST_AGENT_STARTS = 20
+_SILENT_S = 1.0
+"""A woken agent without ranks that has said nothing for so long has nothing more to do, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,9 +271,21 @@ class Conductor:
             self._notice()
             fenced = {event.source for event in self._history.of("fenced", source="agent")}
             gone = [n for n in self._cluster.gone if n.source in zombies and n.agent and n.agent.poll() is not None]
-            if zombies <= fenced | {node.source for node in gone}:
+            if zombies <= fenced | {node.source for node in gone} | self._have_done_all(zombies):
                 return
             time.sleep(TICK.total_seconds())
+
+    def _have_done_all(self, zombies: set[str]) -> set[str]:
+        """Return the zombies that never led, whose ranks have ended, and that have been silent since: nobody would fence them."""
+        led = {event.source for event in self._history.of("claimed", source="agent")}
+        silent_since = time.time() - _SILENT_S
+        return {
+            node.source
+            for node in self._cluster.gone
+            if node.source in zombies - led
+            and (node.ranks is None or node.ranks.poll() is not None)
+            and all(event.source != node.source for event in self._history if event.t > silent_since)
+        }
 
     def _late(self, what: str, limit: timedelta) -> str:
         self._say("deadline", what=what, seconds=limit.total_seconds())

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import random
 import secrets
+import shlex
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -24,11 +27,14 @@ from ckptd.chaos.cache import code_digest, default_cache
 from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, REASONS, SHAPES, VICTIMS, Cell, reason
 from ckptd.chaos.matrix.cells import cells as all_cells
+from ckptd.chaos.matrix.pace import Pace
+from ckptd.chaos.matrix.pages import About, write_matrix
+from ckptd.chaos.matrix.pool import Pool, default_workers
 from ckptd.chaos.matrix.results import NOT_APPLICABLE, CellResult, Results, commit_of
 from ckptd.chaos.matrix.running import Matrix
 from ckptd.chaos.matrix.summary import Summary, summarize
 from ckptd.chaos.matrix.survey import draw
-from ckptd.chaos.matrix.workload import SCRIPT, TINY, Shape, Workload, real_job
+from ckptd.chaos.matrix.workload import SCRIPT, Shape, real_job
 from ckptd.chaos.verdict import Verdict
 from ckptd.protos.boundaries import BOUNDARIES, ROLES
 
@@ -66,6 +72,12 @@ def matrix(
     moe: Annotated[
         Path | None,
         typer.Option(help="examples/train_moe.py: hurt that job under torchrun, on 2 x 2 ranks, once in each way."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Run so many cells at once. [default: processors + 1]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of index.html, junit.xml and report.json. [default: with the results]")
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Run cells again that have a result for this code.")] = False,
     listed: Annotated[bool, typer.Option("--list", help="Only list the cells that would be run.")] = False,
@@ -105,13 +117,17 @@ def matrix(
     kept.begin(commit=commit_of(Path(__file__).parent), code=code, begun=time.time())
     if moe is None:
         due = [cell for cell in applicable if again or not kept.is_settled(str(cell))]
-        summary = _run(chosen, due, kept, console)
+        _run(due, kept, console, workers or default_workers())
     else:
-        summary = _hurt_real_job(moe.resolve(), applicable, seed if only == "*" else None, kept, console)
+        chosen = _hurt_real_job(moe.resolve(), applicable, seed if only == "*" else None, kept, console)
+    summary = summarize(chosen, kept.known)
+    options = [part for part in sys.argv[1:] if part not in ("--again", "--json")]
+    about = About(commit=commit_of(Path(__file__).parent), code=code, command=shlex.join(["ckptd", *options]))
+    index = write_matrix(chosen, kept.known, about, out or kept.folder)
     if as_json:
         sys.stdout.write(json.dumps(summary.to_dict(), indent=1) + "\n")
     else:
-        _print(summary, console, kept.path)
+        _print(summary, console, index)
     raise typer.Exit(summary.verdict.exit_code)
 
 
@@ -126,46 +142,71 @@ def sampled(chosen: list[Cell], count: int, seed: int) -> list[Cell]:
     return [*first.values(), *others][:count]
 
 
-def _hurt_real_job(script: Path, cells: list[Cell], seed: int | None, kept: Results, console: Console) -> Summary:
-    """Run one cell for each victim and action, drawn by the seed among those the job passes; all of them without a seed."""
+def _hurt_real_job(script: Path, cells: list[Cell], seed: int | None, kept: Results, console: Console) -> list[Cell]:
+    """Run one cell for each victim and action, drawn by the seed among those the job passes; all of them without a seed.
+
+    Return the cells that were run. One after the other: a launch of torchrun keeps two cores busy by itself.
+    """
     workload = real_job(script)
-    if seed is not None:
-        console.print(f"seed {seed}; an undisturbed run first", style="dim")
-        with tempfile.TemporaryDirectory(prefix="ckptd-matrix-") as out, Matrix(Path(out), kept, workload) as running:
-            surveyed = running.survey(workload.plays[0], _REAL_SHAPE, cells[0].store)
-        cells = draw(cells, surveyed.passes, seed)
-    return _run(cells, cells, kept, console, workload)
+    with _evidence() as out, Matrix(out, kept, workload) as running:
+        if seed is not None:
+            console.print(f"seed {seed}; an undisturbed run first", style="dim")
+            cells = draw(cells, running.survey(workload.plays[0], _REAL_SHAPE, cells[0].store).passes, seed)
+        console.print(f"{len(cells)} cells; results in {kept.folder}", style="dim", highlight=False)
+        running.run(cells, tell=_Teller(cells, 1, console))
+    return cells
 
 
-def _run(chosen: list[Cell], due: list[Cell], kept: Results, console: Console, workload: Workload = TINY) -> Summary:
-    begun, done = time.monotonic(), 0
-    console.print(f"{len(chosen)} cells, {len(due)} to run; results in {kept.folder}", style="dim", highlight=False)
+def _run(due: list[Cell], kept: Results, console: Console, workers: int) -> None:
+    """Run cells of the small job that have no result yet."""
+    workers = min(workers, max(1, len(due)))
+    teller = _Teller(due, workers, console)
+    console.print(
+        f"{len(due)} cells to run, {workers} at a time: about {_minutes(teller.pace.left_s(0.0))}; results in {kept.folder}",
+        style="dim",
+        highlight=False,
+    )
+    if due:
+        with _evidence() as out, Pool(out, kept, workers) as pool:
+            pool.run(due, tell=teller)
 
-    def tell(result: CellResult) -> None:
-        nonlocal done
-        done += 1
-        took = time.monotonic() - begun
-        left = (len(due) - done) * took / done
+
+@contextmanager
+def _evidence() -> Iterator[Path]:
+    """Give a folder for evidence; what is left in it after the block, of cells that did not pass, stays."""
+    out = Path(tempfile.mkdtemp(prefix="ckptd-matrix-"))
+    try:
+        yield out
+    finally:
+        if not any(out.rglob("evidence/trial.json")) and not any(out.rglob("nodes")):
+            shutil.rmtree(out, ignore_errors=True)
+
+
+class _Teller:
+    """Prints each result as it comes, with the time that is left."""
+
+    def __init__(self, due: list[Cell], workers: int, console: Console) -> None:
+        self.pace = Pace(due, workers)
+        self._console, self._count, self._done, self._begun = console, len(due), 0, time.monotonic()
+
+    def __call__(self, result: CellResult) -> None:
+        self._done += 1
+        self.pace.done(result.cell)
+        took = time.monotonic() - self._begun
         colour = "dim" if result.verdict == NOT_APPLICABLE else _COLOURS[Verdict(result.verdict)]
-        console.print(
+        self._console.print(
             f"[{colour}]{result.verdict}[/{colour}] {escape(result.cell)} [dim]{result.seconds:.1f} s; {escape(result.struck)}; "
-            f"{done}/{len(due)}, {took / 60:.0f} min, {left / 60:.0f} left[/dim]",
+            f"{self._done}/{self._count}, {_minutes(took)}, {_minutes(self.pace.left_s(took))} left[/dim]",
             soft_wrap=True,
             highlight=False,
         )
         for check, text in result.problems.items():
             if result.verdict != NOT_APPLICABLE:
-                console.print(f"    {check}: {escape(text)}", soft_wrap=True, highlight=False)
+                self._console.print(f"    {check}: {escape(text)}", soft_wrap=True, highlight=False)
 
-    if due:
-        out = Path(tempfile.mkdtemp(prefix="ckptd-matrix-"))
-        with Matrix(out, kept, workload) as running:
-            running.run(due, tell=tell)
-        summary = summarize(chosen, kept.known)
-        if not summary.bad:
-            shutil.rmtree(out, ignore_errors=True)
-        return summary
-    return summarize(chosen, kept.known)
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
 def _print(summary: Summary, console: Console, path: Path) -> None:
@@ -183,6 +224,8 @@ def _print(summary: Summary, console: Console, path: Path) -> None:
         console.print(
             f"[{colour}]{result.verdict}[/{colour}] {escape(result.replay)}  {result.evidence}", soft_wrap=True
         )
+    if summary.totals[Verdict.PASS] or summary.bad:
+        console.print(f"silent divergence: {summary.silent_divergences}", highlight=False)
     colour = _COLOURS[summary.verdict]
     totals = ", ".join(f"{count} {name}" for name, count in summary.totals.items())
     console.print(

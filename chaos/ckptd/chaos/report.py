@@ -44,6 +44,7 @@ class Report:
         proves: The promise that is at stake.
         begun: When it began, seconds since the epoch.
         versions: Of what ran.
+        again: The line that runs it again; empty where `ckptd chaos run` does.
         diagnosis: Where the hurt run diverged first, and advice; None if it did not.
         figures: Distributions of stall, durability lag, restore and recovery time.
     """
@@ -64,12 +65,15 @@ class Report:
     proves: str = ""
     begun: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
+    again: str = ""
     diagnosis: Diagnosis | None = None
     figures: tuple[Figure, ...] = ()
 
     @property
     def replay(self) -> str:
         """The command line that runs the same trial again."""
+        if self.again:
+            return self.again
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
         return shlex.join(["ckptd", "chaos", "run", self.scenario, *options, "--", *self.command])

@@ -48,8 +48,12 @@ class Leader:
         self._run_id = ""
         self._credentials = RunCredentials()
 
-    def lead(self, channel: AgentChannel) -> AttachRequest:
+    def lead(self, channel: AgentChannel, *, timeline: str) -> AttachRequest:
         """Make the agent the run's coordinator and return what the other ranks must know: run, endpoint, credentials.
+
+        Args:
+            channel: To the agent.
+            timeline: The run's, "" where it has none yet.
 
         Raises:
             CkptdError: the agent refused (root, job), or cannot be reached.
@@ -65,6 +69,7 @@ class Leader:
             mesh=self._topology.to_wire(),
             credentials=self._credentials,
             options=run_options(self._config),
+            timeline=timeline,
         )
         failpoint("client.before_Lead")
         try:

@@ -24,6 +24,7 @@ from ckptd.protos.agent_pb2 import (
     AttachRequest,
     DetachRequest,
     Event,
+    RestoredStep,
 )
 from ckptd.protos.failpoints import failpoint
 
@@ -69,6 +70,8 @@ class Link:
         self._fatal: CkptdError | None = None
         self._closing = False
         self._timeline = ""
+        self.restored: RestoredStep | None = None
+        """What this rank restored last; None once it asks for another step, or begins to save."""
         self._stream: Any = None
         self._invitation = AttachRequest()
         self._generation = -1
@@ -126,7 +129,7 @@ class Link:
 
     def _lead(self, channel: AgentChannel) -> None:
         """Lead, and tell the others if the coordinator is elsewhere than before."""
-        invitation = self._leader.lead(channel)
+        invitation = self._leader.lead(channel, timeline=self._timeline)
         if invitation.endpoint != self._invitation.endpoint:
             self._invitation = invitation
             self._generation += 1
@@ -148,6 +151,7 @@ class Link:
             options=run_options(self._config),
             shared_memory=channel.shared_memory,
             process=f"{self._pid}:{psutil.Process(self._pid).create_time()}",
+            restored=self.restored,
         )
 
     # ------------------------------------------------------------ events

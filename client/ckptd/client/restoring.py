@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ckptd.protos import error_pb2
-from ckptd.protos.agent_pb2 import RestoreDoneRequest, RestoreRequest, StoredPart, WantPart, WantTerms
+from ckptd.protos.agent_pb2 import RestoreDoneRequest, RestoredStep, RestoreRequest, StoredPart, WantPart, WantTerms
 from ckptd.protos.failpoints import failpoint
 
 from .config import Config
@@ -38,6 +38,8 @@ log = logging.getLogger("ckptd.client")
 
 _CALL_S = 30.0
 _ANSWER_SLACK_S = 20.0
+_TOLD_AGAIN_S = 5.0
+"""How long a rank that has restored waits for an agent that just died, to tell the next one, in seconds."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -75,6 +77,7 @@ class Restorer:
             try:
                 answer = self._ask(attachment, question, deadline)
                 if not answer.found.found:
+                    self._link.restored = RestoredStep()
                     self._nothing(question)
                     return None
                 restored = self._attempt(_Asked(attachment, question, state, deadline), answer)
@@ -110,6 +113,7 @@ class Restorer:
         )
 
     def _ask(self, attachment: Attachment, question: Question, deadline: float) -> StoredParts:
+        self._link.restored = None
         left = max(0.1, deadline - time.monotonic())
         request = RestoreRequest(
             session=attachment.session,
@@ -161,6 +165,7 @@ class Restorer:
             told = failure if isinstance(failure, CkptdError) else CkptdError(text, rank=self._topology.rank)
             self._done(attachment, found.attempt, told)
             raise
+        self._link.restored = RestoredStep(step=found.step, timeline=found.timeline)
         self._done(attachment, found.attempt, None)
         failpoint("client.before_load")
         restoring.load()
@@ -247,9 +252,19 @@ class Restorer:
             self._copier.copy(targets, sources)
 
     def _done(self, attachment: Attachment, attempt: int, error: CkptdError | None) -> None:
-        """Say that the buffers may go. Their end does not change what was restored, so nothing is raised."""
-        request = RestoreDoneRequest(session=attachment.session, attempt=attempt)
+        """Say that the buffers may go, and what was restored. The answer does not change that, so nothing is raised.
+
+        An agent that died meanwhile is waited for a moment: ranks that had no answer yet ask again, and are answered
+        only once whoever is asked then knows that this one does not ask any more.
+        """
+        request = RestoreDoneRequest(attempt=attempt, restored=self._link.restored)
         if error is not None:
             request.error.CopyFrom(error.to_wire())
         with contextlib.suppress(CkptdError):
-            self._link.call(attachment, "RestoreDone", request, timeout_s=_CALL_S, phase="restore")
+            try:
+                request.session = attachment.session
+                self._link.call(attachment, "RestoreDone", request, timeout_s=_CALL_S, phase="restore")
+            except SessionLostError:
+                again = self._link.attached(deadline=time.monotonic() + _TOLD_AGAIN_S)
+                request.session = again.session
+                self._link.call(again, "RestoreDone", request, timeout_s=_CALL_S, phase="restore")

@@ -7,7 +7,6 @@ next save is not touched by it.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
@@ -91,6 +90,7 @@ class Saver:
         """Save; see `Checkpointer.save`."""
         begun = time.monotonic()
         self._link.check()
+        self._link.restored = None
         handle = SaveHandle(step, default_timeout_s=self._config.commit_timeout_s)
         capture = self._capture(step, state, metrics, tags)
         try:
@@ -139,11 +139,21 @@ class Saver:
         return Capture(collected, metrics=metrics, tags=tags, versions=versions)
 
     def _fail_step(self, step: int, error: CkptdError) -> None:
-        """Tell all ranks, best effort: they would else wait for this one until their deadline."""
-        with contextlib.suppress(CkptdError):
-            attachment = self._link.attached(deadline=time.monotonic() + _CALL_S)
-            request = FailStepRequest(session=attachment.session, step=step, error=error.to_wire())
-            self._link.call(attachment, "FailStep", request, timeout_s=_CALL_S, phase="stage")
+        """Tell all ranks, best effort: they would else wait for this one until their deadline.
+
+        Idempotent, so a new session is told again: an agent that died may not have passed it on.
+        """
+        deadline = time.monotonic() + _CALL_S
+        while time.monotonic() < deadline:
+            try:
+                attachment = self._link.attached(deadline=deadline)
+                request = FailStepRequest(session=attachment.session, step=step, error=error.to_wire())
+                self._link.call(attachment, "FailStep", request, timeout_s=_CALL_S, phase="stage")
+            except SessionLostError:
+                continue
+            except CkptdError:
+                pass
+            return
 
     def _stage(self, handle: SaveHandle, capture: Capture, timeout_s: float | None) -> None:
         attachment, reply = self._begin(handle.step, capture, timeout_s)

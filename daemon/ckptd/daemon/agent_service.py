@@ -198,6 +198,8 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     ) -> agent_pb2.RestoreDoneReply:
         """See agent.proto."""
         session, link = self._agent.session(request.session)
+        if request.HasField("restored"):
+            session.about.restored.CopyFrom(request.restored)
         link.restores.done(session, request.attempt, request.error if request.HasField("error") else None)
         return agent_pb2.RestoreDoneReply()
 

@@ -9,8 +9,9 @@ step; never while its bytes are being read.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -32,6 +33,8 @@ from ckptd.storage_backends.base import ObjectStore
 
 PLANS_KEPT = 4
 """Plans of a rank that are remembered beside those in use: a layout may come back."""
+FREED_WITHIN_S = 5.0
+"""How long a begin waits for slots of a step that was given up, and whose upload has not noticed yet; in seconds."""
 
 
 class HeldJob:
@@ -74,6 +77,7 @@ class HeldJob:
             on_idle=self._release,
         )
         self._slots_changing = asyncio.Lock()
+        self._freed = asyncio.Event()
 
     # ------------------------------------------------------------ plans
 
@@ -123,7 +127,7 @@ class HeldJob:
             DaemonError: BUSY, every slot holds a step in flight.
         """
         async with self._slots_changing:
-            numbers = {rank: self._free_number(rank, slots) for rank in tails}
+            numbers = await self._free_numbers(tails, slots)
             snapshot = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._begun, about, tails, numbers, processes
             )
@@ -166,6 +170,21 @@ class HeldJob:
             raise
         return snapshot
 
+    async def _free_numbers(self, ranks: Iterable[int], slots: int) -> dict[int, int]:
+        """Return the number of a free slot of each rank; an upload that was given up has a moment to let go of its own."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + FREED_WITHIN_S
+        while True:
+            self._freed.clear()
+            try:
+                return {rank: self._free_number(rank, slots) for rank in ranks}
+            except DaemonError:
+                is_ending = any(one.dropped and self.uploads.is_reading(one) for one in self.snapshots.values())
+                if not is_ending or loop.time() >= end:
+                    raise
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._freed.wait(), end - loop.time())
+
     def _free_number(self, rank: int, slots: int) -> int:
         """Return the number of a free slot of the rank, giving up its oldest committed step where none is free."""
         taken = {slot.number: slot for slot in self.pool.slots if slot.rank == rank}
@@ -179,8 +198,10 @@ class HeldJob:
                     and not snapshot.readers
                     and mine.number < slots
                 ):
-                    number = mine.number
                     self.drop(snapshot)
+                    if mine.header.state is not SlotState.FREE:
+                        break  # its upload still reads it, and lets go of it soon
+                    number = mine.number
                     break
         if number is None:
             raise DaemonError.of(
@@ -230,6 +251,7 @@ class HeldJob:
         for slot in snapshot.slots.values():
             slot.free()
         snapshot.slots = {}
+        self._freed.set()
 
     def read_lease(self, snapshot: Snapshot) -> Callable[[], None]:
         """Keep the slots as they are until the returned function is called."""
@@ -296,8 +318,12 @@ class HeldJob:
     # ------------------------------------------------------------ outcomes
 
     def committed(self, snapshot: Snapshot) -> None:
-        """The step counts: its slots stay as the memory tier until they are needed."""
+        """The step counts: its slots stay as the memory tier until they are needed.
+
+        All of it is in the store: an agent that came back and uploads what it found need not go on.
+        """
         snapshot.stage = Stage.COMMITTED
+        snapshot.cancel.set()
 
     def close(self) -> None:
         """Stop uploads; slots and files stay for the next agent."""

@@ -108,6 +108,7 @@ class NodeRestore:
         self._link.check_alive()
         timeout = self._timeout(session, request.timeout_s)
         rank = session.rank
+        session.about.ClearField("restored")
         attempt = self._attempt
         if rank in self._superseded and attempt is not None:
             self._superseded.discard(rank)
@@ -144,7 +145,7 @@ class NodeRestore:
             self._failed(attempt, session.rank, refused)
         else:
             self._say_wanted(attempt, session.rank)
-            if not attempt.fetching and set(attempt.wants) >= set(self._link.live_ranks):
+            if not attempt.fetching and set(attempt.wants) >= self._restoring():
                 attempt.fetching = True
                 self._link.spawn(self._fetch(attempt))
         return await self._within(want.answer, self._timeout(session, 0), session)
@@ -153,13 +154,17 @@ class NodeRestore:
         """A rank has copied: when all have, slots and arena may be used again."""
         attempt = self._attempt
         if attempt is None or attempt.number != number:
+            if session.about.HasField(
+                "restored"
+            ):  # the coordinator that made the attempt is no more: the next has to know
+                self._link.say_attached(session)
             return
         attempt.done.add(session.rank)
         message = NodeMessage.RestoreDone(rank=session.rank, attempt=number)
         if error is not None:
             message.error.CopyFrom(error)
         self._link.say(NodeMessage(restore_done=message))
-        if attempt.done >= set(self._link.live_ranks):
+        if attempt.done >= self._restoring():
             self._release(attempt)
             self._attempt = None
 
@@ -187,7 +192,7 @@ class NodeRestore:
         for waiting in (ask, want):
             if waiting is not None and not waiting.answer.done():
                 waiting.answer.set_exception(gone)
-        if attempt is not None and attempt.done >= set(self._link.live_ranks):
+        if attempt is not None and attempt.done >= self._restoring():
             self._release(attempt)
             self._attempt = None
 
@@ -242,8 +247,10 @@ class NodeRestore:
         if not chosen.found:
             nothing = StoredPart(found=StoredPart.Found(found=False, attempt=chosen.attempt))
             nothing.found.fell_back_from.extend(chosen.fell_back_from)
-            for ask in self._asks.values():
+            for rank, ask in self._asks.items():
                 if not ask.answer.done():
+                    self._link.ranks[rank].about.restored.Clear()
+                    self._link.ranks[rank].about.restored.SetInParent()
                     ask.answer.set_result([nothing])
             return
         latest = time.monotonic() + self._link.about.options.restore_timeout_s
@@ -382,6 +389,10 @@ class NodeRestore:
         section = stored.sections[rank]
         first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
         return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]
+
+    def _restoring(self) -> set[int]:
+        """Return the living ranks that are not done: one that had its bytes from an agent before this one is."""
+        return {rank for rank in self._link.live_ranks if not self._link.ranks[rank].about.HasField("restored")}
 
     def _held_snapshot(self, attempt: Attempt) -> Snapshot | None:
         ref = attempt.chosen.step

@@ -80,7 +80,11 @@ class RunLink:
         else:
             if self.timeline:
                 session.tell(Event(timeline=self.timeline))
-            self.say(self._attached(session))
+            self.say_attached(session)
+
+    def say_attached(self, session: Session) -> None:
+        """Tell the coordinator of a rank; once more where something about it has changed."""
+        self.say(self._attached(session))
 
     def gone(self, session: Session, *, clean: bool, why: str) -> None:
         """A rank has ended: in order, or its process died or its stream broke for good."""
@@ -116,6 +120,7 @@ class RunLink:
                 world=about.world,
                 mesh=about.mesh,
                 options=about.options,
+                restored=about.restored if about.HasField("restored") else None,
             )
         )
 

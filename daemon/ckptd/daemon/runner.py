@@ -111,8 +111,8 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
 
     @property
     def live_ranks(self) -> int:
-        """Ranks that are attached through an agent that is connected."""
-        return self._coordinator.state.reachable_ranks() if self._coordinator is not None else 0
+        """Ranks that a second start must not disturb."""
+        return self._coordinator.state.ranks_that_go_on() if self._coordinator is not None else 0
 
     def supersede(self) -> None:
         """The same agent leads a newer run of the job that has claimed: end."""

@@ -49,6 +49,8 @@ class NodeSave:
         self._link = link
         self._log = log
         self._begins: dict[int, BeginWait] = {}
+        self._given_up: dict[int, Error] = {}
+        """By rank: the step that it cannot even begin, until it begins another one."""
 
     async def begin(self, session: Session, request: BeginRequest) -> BeginReply:
         """Ask the coordinator and wait; on go the rank's slot is ready."""
@@ -60,6 +62,8 @@ class NodeSave:
                 rank=session.rank,
                 phase="begin",
             )
+        session.about.ClearField("restored")
+        self._given_up.pop(session.rank, None)
         waiting = BeginWait(request=request, answer=asyncio.get_running_loop().create_future())
         self._begins[session.rank] = waiting
         self._link.say(self._begin_message(session.rank, request))
@@ -126,15 +130,20 @@ class NodeSave:
         failed = Error()
         failed.CopyFrom(error)
         failed.step, failed.rank = step, session.rank
+        session.about.ClearField("restored")
         snapshot = self.snapshot(step)
-        if snapshot is not None and snapshot.failed is None:
-            snapshot.failed = failed  # said again after a reconnect
+        # Either is said again after a reconnect.
+        if snapshot is None:
+            self._given_up[session.rank] = failed
+        elif snapshot.failed is None:
+            snapshot.failed = failed
         self._link.say(
             NodeMessage(failed=NodeMessage.StepFailed(timeline=self._link.timeline, step=step, error=failed))
         )
 
     def rank_gone(self, rank: int, error: Error) -> None:
         """A rank has ended: its call ends."""
+        self._given_up.pop(rank, None)
         waiting = self._begins.pop(rank, None)
         if waiting is not None and not waiting.answer.done():
             waiting.answer.set_exception(DaemonError(error))
@@ -149,6 +158,9 @@ class NodeSave:
         """After a reconnect: every call without an answer."""
         for rank, wait in self._begins.items():
             self._link.say(self._begin_message(rank, wait.request))
+        # Of no timeline: it was never begun, and the coordinator may be another one.
+        for error in self._given_up.values():
+            self._link.say(NodeMessage(failed=NodeMessage.StepFailed(step=error.step, error=error)))
 
     def on_message(self, message: CoordinatorMessage) -> None:
         """Take whatever the coordinator says about saving."""

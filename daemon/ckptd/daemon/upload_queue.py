@@ -118,6 +118,8 @@ class UploadQueue:
                     continue
                 snapshot.failed = wire_error(failure, phase="upload", step=about.step, node=self._node)
             else:
+                if snapshot.stage is Stage.COMMITTED:  # decided meanwhile, by what an agent before this one had put
+                    return
                 snapshot.stage = Stage.SEALED
                 failpoint("uploader.before_told")
             self._on_change(snapshot)

@@ -141,6 +141,7 @@ class LeadRequest(google.protobuf.message.Message):
     MESH_FIELD_NUMBER: builtins.int
     CREDENTIALS_FIELD_NUMBER: builtins.int
     OPTIONS_FIELD_NUMBER: builtins.int
+    TIMELINE_FIELD_NUMBER: builtins.int
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
@@ -149,6 +150,8 @@ class LeadRequest(google.protobuf.message.Message):
     """Random, made by rank 0, shared by all ranks of the run."""
     world: builtins.int
     """Ranks of the run; at least 1."""
+    timeline: builtins.str
+    """The run's timeline, where it had one under a coordinator that is no more; empty in a new run."""
     @property
     def mesh(self) -> ckptd.protos.snapshot_pb2.Mesh:
         """Mesh of the run; the product of its sizes is `world`."""
@@ -171,9 +174,10 @@ class LeadRequest(google.protobuf.message.Message):
         mesh: ckptd.protos.snapshot_pb2.Mesh | None = ...,
         credentials: global___RunCredentials | None = ...,
         options: global___RunOptions | None = ...,
+        timeline: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["credentials", b"credentials", "mesh", b"mesh", "options", b"options"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["credentials", b"credentials", "job", b"job", "mesh", b"mesh", "options", b"options", "root", b"root", "run_id", b"run_id", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["credentials", b"credentials", "job", b"job", "mesh", b"mesh", "options", b"options", "root", b"root", "run_id", b"run_id", "timeline", b"timeline", "world", b"world"]) -> None: ...
 
 global___LeadRequest = LeadRequest
 
@@ -279,6 +283,7 @@ class AttachRequest(google.protobuf.message.Message):
     OPTIONS_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
+    RESTORED_FIELD_NUMBER: builtins.int
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
@@ -313,6 +318,10 @@ class AttachRequest(google.protobuf.message.Message):
     def options(self) -> global___RunOptions:
         """Settings of the run."""
 
+    @property
+    def restored(self) -> global___RestoredStep:
+        """What the rank has restored, if it has not asked for another step nor begun to save since."""
+
     def __init__(
         self,
         *,
@@ -329,11 +338,34 @@ class AttachRequest(google.protobuf.message.Message):
         options: global___RunOptions | None = ...,
         shared_memory: builtins.bool = ...,
         process: builtins.str = ...,
+        restored: global___RestoredStep | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["credentials", b"credentials", "mesh", b"mesh", "options", b"options"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "credentials", b"credentials", "endpoint", b"endpoint", "job", b"job", "mesh", b"mesh", "options", b"options", "pid", b"pid", "process", b"process", "rank", b"rank", "root", b"root", "run_id", b"run_id", "shared_memory", b"shared_memory", "world", b"world"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["credentials", b"credentials", "mesh", b"mesh", "options", b"options", "restored", b"restored"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "credentials", b"credentials", "endpoint", b"endpoint", "job", b"job", "mesh", b"mesh", "options", b"options", "pid", b"pid", "process", b"process", "rank", b"rank", "restored", b"restored", "root", b"root", "run_id", b"run_id", "shared_memory", b"shared_memory", "world", b"world"]) -> None: ...
 
 global___AttachRequest = AttachRequest
+
+@typing.final
+class RestoredStep(google.protobuf.message.Message):
+    """The end of a rank's last restore."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    TIMELINE_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of the step."""
+    timeline: builtins.str
+    """Timeline the step was saved in; empty: there was nothing to restore."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        timeline: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["step", b"step", "timeline", b"timeline"]) -> None: ...
+
+global___RestoredStep = RestoredStep
 
 @typing.final
 class Event(google.protobuf.message.Message):
@@ -1303,6 +1335,7 @@ class RestoreDoneRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     ATTEMPT_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    RESTORED_FIELD_NUMBER: builtins.int
     session: builtins.str
     """As Attach gave it."""
     attempt: builtins.int
@@ -1311,15 +1344,20 @@ class RestoreDoneRequest(google.protobuf.message.Message):
     def error(self) -> ckptd.protos.error_pb2.Error:
         """Absent: all was copied."""
 
+    @property
+    def restored(self) -> global___RestoredStep:
+        """What was copied; absent with an error. Says so also to an agent or a coordinator that knows nothing of the attempt."""
+
     def __init__(
         self,
         *,
         session: builtins.str = ...,
         attempt: builtins.int = ...,
         error: ckptd.protos.error_pb2.Error | None = ...,
+        restored: global___RestoredStep | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["error", b"error"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error", "session", b"session"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["error", b"error", "restored", b"restored"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "error", b"error", "restored", b"restored", "session", b"session"]) -> None: ...
 
 global___RestoreDoneRequest = RestoreDoneRequest
 

@@ -43,7 +43,7 @@ class PingReply(google.protobuf.message.Message):
     run_id: builtins.str
     """Run this coordinator serves."""
     live_ranks: builtins.int
-    """Ranks that are attached through a connected agent."""
+    """Ranks that are attached through a connected agent; 0 where one has died, because then none can go on."""
     def __init__(
         self,
         *,
@@ -146,6 +146,7 @@ class NodeMessage(google.protobuf.message.Message):
         WORLD_FIELD_NUMBER: builtins.int
         MESH_FIELD_NUMBER: builtins.int
         OPTIONS_FIELD_NUMBER: builtins.int
+        RESTORED_FIELD_NUMBER: builtins.int
         rank: builtins.int
         """Global rank."""
         world: builtins.int
@@ -162,6 +163,10 @@ class NodeMessage(google.protobuf.message.Message):
         def options(self) -> ckptd.protos.agent_pb2.RunOptions:
             """As the rank gave them. Those of LeadRequest count; another verify_replicas is refused (RANKS_DISAGREE)."""
 
+        @property
+        def restored(self) -> ckptd.protos.agent_pb2.RestoredStep:
+            """What the rank has restored, as in AttachRequest."""
+
         def __init__(
             self,
             *,
@@ -170,9 +175,10 @@ class NodeMessage(google.protobuf.message.Message):
             world: builtins.int = ...,
             mesh: ckptd.protos.snapshot_pb2.Mesh | None = ...,
             options: ckptd.protos.agent_pb2.RunOptions | None = ...,
+            restored: ckptd.protos.agent_pb2.RestoredStep | None = ...,
         ) -> None: ...
-        def HasField(self, field_name: typing.Literal["mesh", b"mesh", "options", b"options"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "mesh", b"mesh", "options", b"options", "rank", b"rank", "world", b"world"]) -> None: ...
+        def HasField(self, field_name: typing.Literal["mesh", b"mesh", "options", b"options", "restored", b"restored"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "mesh", b"mesh", "options", b"options", "rank", b"rank", "restored", b"restored", "world", b"world"]) -> None: ...
 
     @typing.final
     class RankGone(google.protobuf.message.Message):

@@ -37,6 +37,8 @@ class ProxiedStore:
     def __init__(self, endpoint: str, folder: Path, prefix: str) -> None:
         self._prefix = prefix
         self._proxy = StoreProxy(endpoint, folder)
+        self._orders: dict[int, int] = {}
+        """Number of the proxy's order, by index of the fault."""
 
     def environment(self) -> Mapping[str, str]:
         """Return the variables by which a process comes to the store through the proxy."""
@@ -47,14 +49,14 @@ class ProxiedStore:
         order: dict[str, Any] = asdict(fault.store) if fault.store is not None else {}
         if order["kind"] != "outage":
             order["prefix"] = self._prefix + order["prefix"]
-        self._proxy.add(from_json(order))
+        self._orders[fault.index] = self._proxy.add(from_json(order))
 
     def proved(self, struck: Sequence[Struck]) -> tuple[Struck, ...]:
         """Return the fates, those of store faults that struck no request as not done."""
-        done = {line["fault"] for line in self._proxy.done()}
+        done = {line.get("order") for line in self._proxy.done()}
         return tuple(
             replace(fate, fired=False, note="no request came that it could strike")
-            if fate.fired and fate.fault.store is not None and fate.fault.store.kind not in done
+            if fate.fired and fate.fault.store is not None and self._orders.get(fate.fault.index) not in done
             else fate
             for fate in struck
         )

@@ -118,6 +118,21 @@ def cells(shapes: Iterable[Shape] = SHAPES) -> Iterator[Cell]:
                         yield Cell(boundary=boundary, victim=victim, action=action, store=store, shape=shape)
 
 
+def cell_named(name: str) -> Cell:
+    """Return the cell whose `str` this is.
+
+    Raises:
+        ValueError: There is none.
+    """
+    for shape in SHAPES:
+        boundary, _, rest = name.removesuffix(f"/{shape}").partition("/")
+        action, victim, store = (*rest.split("/"), "", "", "")[:3]
+        cell = Cell(boundary=boundary, victim=victim, action=action.replace("-", " "), store=store, shape=shape)
+        if str(cell) == name and boundary in BOUNDARIES and cell.action in VICTIMS.get(victim, ()) and store in STORES:
+            return cell
+    raise ValueError(f"no cell is named {name!r}")
+
+
 def reason(cell: Cell) -> Reason | None:
     """Return why a cell does not apply by its declaration; None if it does."""
     boundary = BOUNDARIES[cell.boundary]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ class CellResult:
         launches: How often the job was started.
         seconds: The run took.
         problems: Text of each check that is no pass, by its name.
+        classes: Of what failed, the worst first.
         evidence: Folder, kept unless the cell passed.
     """
 
@@ -40,7 +41,13 @@ class CellResult:
     launches: int = 0
     seconds: float = 0.0
     problems: dict[str, str]
+    classes: tuple[str, ...] = ()
     evidence: str = ""
+
+    @property
+    def failure(self) -> str:
+        """The worst class of what failed; empty where nothing did."""
+        return self.classes[0] if self.classes else ""
 
     @property
     def replay(self) -> str:
@@ -55,6 +62,12 @@ class CellResult:
 NOT_APPLICABLE = "not applicable"
 
 
+def result_of(told: Mapping[str, Any]) -> CellResult:
+    """Return the result that `to_dict` told; what it does not know is left out."""
+    fields = {name: told[name] for name in CellResult.__dataclass_fields__ if name in told}
+    return CellResult(**fields | {"classes": tuple(fields.get("classes", ()))})
+
+
 class Results:
     """The results of one version of the code. For one thread.
 
@@ -64,14 +77,14 @@ class Results:
     """
 
     def __init__(self, folder: Path, code: str) -> None:
+        self.code = code
         self.folder = folder / code[:16]
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / "cells.jsonl"
         self.known: dict[str, CellResult] = {}
         for told in _lines(self.path):
             if told.get("kind") == "cell":
-                fields = {name: told[name] for name in CellResult.__dataclass_fields__ if name in told}
-                self.known[told["cell"]] = CellResult(**fields)
+                self.known[told["cell"]] = result_of(told)
 
     def begin(self, *, commit: str, code: str, begun: float) -> None:
         """Note that a matrix runs."""

@@ -6,12 +6,13 @@ is right (`checkers`).
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Self
 
@@ -20,7 +21,8 @@ from ckptd.chaos.checkers import check
 from ckptd.chaos.checkers.case import Case
 from ckptd.chaos.cluster.forked import ForkServer
 from ckptd.chaos.cluster.process import Leashed, Spawn
-from ckptd.chaos.cluster.store import Store, open_store
+from ckptd.chaos.cluster.store import LocalStore, Store, open_store
+from ckptd.chaos.judging import judge
 from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, Cell
 from ckptd.chaos.matrix.performing import Performed, Scene, perform_play
 from ckptd.chaos.matrix.plays import Play
@@ -28,14 +30,16 @@ from ckptd.chaos.matrix.results import NOT_APPLICABLE, CellResult, Results
 from ckptd.chaos.matrix.striking import Strike
 from ckptd.chaos.matrix.survey import Survey, choose, load_survey
 from ckptd.chaos.matrix.workload import TINY, Shape, Workload
+from ckptd.chaos.record import Record, save_record, versions
+from ckptd.chaos.reports.write import write_report
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.trial import TrialError
-from ckptd.chaos.verdict import Verdict, overall
+from ckptd.chaos.verdict import FailureClass, Verdict, failure_counts, overall
 from ckptd.protos.boundaries import BOUNDARIES
 
 AGENT_MODULES = ("ckptd.daemon.serve", "ckptd.daemon.cli.agent", "ckptd.daemon.cli.sweep", "ckptd.daemon.cli.retain")
-# torch.optim imports torch._dynamo when the first optimizer is made, which takes a second.
 _TRIES = 3
+# torch.optim imports torch._dynamo when the first optimizer is made, which takes a second.
 RANK_MODULES = ("torch._dynamo", "torch.distributed", "ckptd.client", "ckptd.chaos.matrix.trainer")
 
 
@@ -46,15 +50,26 @@ class Matrix:
         out: Folder for evidence; that of cells that pass is removed.
         results: Where results and surveys are kept.
         workload: The job.
+        stores: Those that somebody else has opened, by kind; others are opened when they are needed.
+        label: Goes before the names of its runs, so that several matrices may share a store.
     """
 
-    def __init__(self, out: Path, results: Results, workload: Workload = TINY) -> None:
-        self._out, self._results, self.workload = out, results, workload
+    def __init__(
+        self,
+        out: Path,
+        results: Results,
+        workload: Workload = TINY,
+        *,
+        stores: Mapping[str, Store] | None = None,
+        label: str = "",
+    ) -> None:
+        self._out, self._results, self.workload, self._label = out, results, workload, label
         self._stack = ExitStack()
-        self._stores: dict[str, Store] = {}
+        self._stores: dict[str, Store] = dict(stores or {})
         self._surveys: dict[tuple[str, Shape, str], Survey] = {}
         self._servers: tuple[ForkServer, ForkServer] | None = None
         self._runs = 0
+        self._last = ""
 
     def run(self, cells: Iterable[Cell], *, tell: Callable[[CellResult], None]) -> None:
         """Run cells and keep their results; `tell` hears of each."""
@@ -65,7 +80,7 @@ class Matrix:
 
     def run_cell(self, cell: Cell) -> CellResult:
         """Run one cell and judge it. Never raises for what the job does."""
-        begun = time.monotonic()
+        begun, self._last = time.monotonic(), ""
         try:
             chosen = choose(cell, self.workload.plays, lambda play: self.survey(play, cell.shape, cell.store))
             if chosen is None:
@@ -80,7 +95,10 @@ class Matrix:
         except (TrialError, RuntimeError, TimeoutError, OSError) as error:
             problems = {"trial": f"{type(error).__name__}: {error}"}
             seconds = round(time.monotonic() - begun, 3)
-            return CellResult(cell=str(cell), verdict=Verdict.UNKNOWN, problems=problems, seconds=seconds)
+            evidence = str(self._out / self._last) if self._last else ""
+            return CellResult(
+                cell=str(cell), verdict=Verdict.UNKNOWN, problems=problems, seconds=seconds, evidence=evidence
+            )
 
     def survey(self, play: Play, shape: Shape, store: str) -> Survey:
         """Return the survey of a play, performing it at first.
@@ -93,10 +111,12 @@ class Matrix:
             path = self._results.folder / f"survey.{play.name}.{shape}.{store}.json"
             known = load_survey(path)
             if known is None:
-                known = self._surveyed(play, shape, store)
-                draft = path.with_suffix(".draft")
-                draft.write_text(known.to_json(), encoding="utf-8")
-                draft.replace(path)
+                # Other workers may want the same one: one of them performs it.
+                with _locked(path.with_suffix(".lock")):
+                    known = load_survey(path) or self._surveyed(play, shape, store)
+                    draft = path.with_suffix(".draft")
+                    draft.write_text(known.to_json(), encoding="utf-8")
+                    draft.replace(path)
             self._surveys[key] = known
         return self._surveys[key]
 
@@ -108,7 +128,7 @@ class Matrix:
         survey = Survey(evidence=performed.evidence, passes=performed.passes)
         if wrong := survey.contradictions():
             raise TrialError(f"the play {play.name}: {wrong[0]}")
-        shutil.rmtree(self._out / name, ignore_errors=True)
+        self._forget(name)
         return survey
 
     def _without_play(self, cell: Cell) -> CellResult:
@@ -116,10 +136,15 @@ class Matrix:
             # Whether the coordinator's agent passes it is that agent's own cell.
             return CellResult(cell=str(cell), verdict=NOT_APPLICABLE, problems={ONLY_COORDINATOR.name: ""})
         text = f"no play passes it: {', '.join(play.name for play in self.workload.plays)}"
-        return CellResult(cell=str(cell), verdict=Verdict.FAIL, problems={"passed": text})
+        return CellResult(
+            cell=str(cell),
+            verdict=Verdict.FAIL,
+            problems={"passed": text},
+            classes=(str(FailureClass.FAULT_MISSED),),
+        )
 
     def _struck(self, cell: Cell, play: Play, strike: Strike) -> CellResult:
-        begun = time.monotonic()
+        began, begun = time.time(), time.monotonic()
         undisturbed = self.survey(play, cell.shape, cell.store).evidence
         name, performed = self._perform(play, cell.shape, cell.store, strike=strike)
         performance = performed.performance
@@ -133,23 +158,45 @@ class Matrix:
         )
         findings = check(case)
         verdict = overall(findings)
-        if verdict is Verdict.PASS:
-            shutil.rmtree(self._out / name, ignore_errors=True)
-        return CellResult(
+        seconds = round(time.monotonic() - begun, 3)
+        result = CellResult(
             cell=str(cell),
             verdict=verdict,
             play=play.name,
             struck=f"{strike.action} at pass {strike.nth} of {strike.place}",
             fired=bool(told) and told[0].fired,
             launches=performance.launches,
-            seconds=round(time.monotonic() - begun, 3),
+            seconds=seconds,
             problems={finding.check: finding.text for finding in findings if finding.verdict is not Verdict.PASS},
+            classes=tuple(map(str, failure_counts(findings))),
             evidence="" if verdict is Verdict.PASS else str(self._out / name),
         )
+        if verdict is Verdict.PASS:
+            self._forget(name)
+        else:
+            record = Record(
+                scenario=case.scenario,
+                nnodes=cell.shape.nnodes,
+                nproc=cell.shape.nproc,
+                store=cell.store,
+                seed=0,
+                command=self.workload.command,
+                begun=began,
+                seconds=seconds,
+                versions=versions(),
+                again=result.replay,
+                undisturbed=undisturbed,
+                hurt=performed.evidence,
+                performance=performance,
+            )
+            save_record(record, self._out / name)
+            write_report(judge(record, self._out / name), record)
+        return result
 
     def _perform(self, play: Play, shape: Shape, store: str, *, strike: Strike | None) -> tuple[str, Performed]:
         self._runs += 1
-        name = f"{self._runs:05d}-{play.name}"
+        name = f"{self._label}{self._runs:05d}-{play.name}"
+        self._last = name
         opened = self._store(store)
         spawn_agent, spawn_ranks = self._spawners()
         scene = Scene(
@@ -160,6 +207,13 @@ class Matrix:
             workload=self.workload,
         )
         return name, perform_play(scene, play, shape, name=name, root=opened.root(name), strike=strike)
+
+    def _forget(self, name: str) -> None:
+        """Remove what a run left that proved what it should."""
+        shutil.rmtree(self._out / name, ignore_errors=True)
+        local = self._stores.get("local")
+        if isinstance(local, LocalStore):
+            shutil.rmtree(local.folder / name, ignore_errors=True)
 
     def _store(self, kind: str) -> Store:
         if kind not in self._stores:
@@ -184,3 +238,11 @@ class Matrix:
     def __exit__(self, *exc_info: object) -> None:
         sys.stdout.flush()
         self._stack.close()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock for the time of the block; it goes with the process, whatever ends it."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

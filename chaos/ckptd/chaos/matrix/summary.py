@@ -12,7 +12,7 @@ from typing import Any
 
 from ckptd.chaos.matrix.cells import Cell, reason
 from ckptd.chaos.matrix.results import NOT_APPLICABLE, CellResult
-from ckptd.chaos.verdict import Verdict
+from ckptd.chaos.verdict import FailureClass, Verdict
 
 Row = tuple[str, str, str, str]
 """Role of the boundary, who was hit and how, store, shape."""
@@ -28,6 +28,8 @@ class Summary:
         bad: Results that are no pass.
         silent: Boundaries that were to be struck and fired in no cell, all of whose cells were run.
         seconds: Of all runs together.
+        totals: By verdict.
+        classes: In how many cells each class of failure was found.
     """
 
     rows: Mapping[Row, Counter[str]]
@@ -36,6 +38,12 @@ class Summary:
     silent: tuple[str, ...] = ()
     seconds: float = 0.0
     totals: Counter[str] = field(default_factory=Counter)
+    classes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def silent_divergences(self) -> int:
+        """In how many cells a snapshot came back wrong without a word."""
+        return self.classes.get(FailureClass.SILENT_DIVERGENCE, 0)
 
     @property
     def verdict(self) -> Verdict:
@@ -53,6 +61,8 @@ class Summary:
             "rows": [{**dict(zip(names, row, strict=True)), **counted} for row, counted in self.rows.items()],
             "not_applicable": dict(self.not_applicable),
             "silent": list(self.silent),
+            "silent_divergence": self.silent_divergences,
+            "classes": dict(self.classes),
             "bad": [result.to_dict() for result in self.bad],
             "seconds": round(self.seconds, 1),
         }
@@ -89,4 +99,13 @@ def summarize(cells: Iterable[Cell], results: Mapping[str, CellResult]) -> Summa
         hit = cell.victim if cell.victim == "all" else f"{cell.action} {cell.victim}"
         rows.setdefault((cell.role, hit, cell.store, str(cell.shape)), Counter())[verdict] += 1
     silent = [name for name, did in fired.items() if not did and name not in open_boundaries]
-    return Summary(rows=rows, not_applicable=why, bad=tuple(bad), silent=tuple(silent), seconds=seconds, totals=totals)
+    counted = Counter(name for result in bad for name in result.classes)
+    return Summary(
+        rows=rows,
+        not_applicable=why,
+        bad=tuple(bad),
+        silent=tuple(silent),
+        seconds=seconds,
+        totals=totals,
+        classes={str(one): counted[one] for one in FailureClass if counted[one]},
+    )

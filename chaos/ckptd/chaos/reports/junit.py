@@ -35,7 +35,7 @@ def _suite(report: Report) -> ET.Element:
     count = {verdict: sum(finding.verdict is verdict for finding in report.findings) for verdict in Verdict}
     suite = ET.Element(
         "testsuite",
-        name=_clean(name),
+        name=clean(name),
         tests=str(len(report.findings)),
         failures=str(count[Verdict.FAIL]),
         errors=str(count[Verdict.UNKNOWN]),
@@ -54,22 +54,23 @@ def _suite(report: Report) -> ET.Element:
         ("replay", report.replay),
         ("evidence", report.out),
     ):
-        ET.SubElement(properties, "property", name=key, value=_clean(str(value)))
+        ET.SubElement(properties, "property", name=key, value=clean(str(value)))
     for finding in report.findings:
         suite.append(_case(finding, name, report.replay))
     return suite
 
 
 def _case(finding: Finding, suite: str, replay: str) -> ET.Element:
-    case = ET.Element("testcase", classname=_clean(suite), name=_clean(finding.check), time="0")
+    case = ET.Element("testcase", classname=clean(suite), name=clean(finding.check), time="0")
     if finding.verdict is Verdict.PASS:
-        ET.SubElement(case, "system-out").text = _clean(finding.text)
+        ET.SubElement(case, "system-out").text = clean(finding.text)
         return case
     kind = "failure" if finding.verdict is Verdict.FAIL else "error"
-    told = ET.SubElement(case, kind, type=str(finding.failure or "unknown"), message=_clean(finding.text))
-    told.text = _clean(f"{finding.text}\nagain: {replay}")
+    told = ET.SubElement(case, kind, type=str(finding.failure or "unknown"), message=clean(finding.text))
+    told.text = clean(f"{finding.text}\nagain: {replay}")
     return case
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
+    """Return text without what XML cannot hold."""
     return _FORBIDDEN.sub("\ufffd", text)

@@ -64,20 +64,20 @@ class StoreProxy:
             raise ProcessError(f"the store's proxy did not start:\n{read_tail(log, most=2000)}")
         self.endpoint = f"http://127.0.0.1:{self._command({'do': 'port'})['port']}"
 
-    def add(self, fault: Fault) -> None:
-        """Let a fault strike from now on; on return it does.
+    def add(self, fault: Fault) -> int:
+        """Let a fault strike from now on; on return it does. Return the number of this order, as `done` names it.
 
         Raises:
             OrderError: The proxy refuses it, and says why.
         """
-        self._command({"do": "add", "fault": to_json(fault)})
+        return int(self._command({"do": "add", "fault": to_json(fault)})["order"])
 
     def clear(self) -> None:
         """End all faults; on return none strikes."""
         self._command({"do": "clear"})
 
     def done(self) -> list[dict[str, Any]]:
-        """Return what was done so far: `t`, `fault`, `op`, `key`, `call`, `struck` and what the kind adds."""
+        """Return what was done so far: `t`, `fault`, `order`, `op`, `key`, `call`, `struck` and what the kind adds."""
         return list(read_ledger(self.ledger))
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ckptd.storage_backends.fault_script import Fired
+from ckptd.storage_backends.fault_script import Fault, Fired
 
 
 class Ledger:
@@ -21,11 +21,18 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._orders: list[Fault] = []
+
+    def number(self, fault: Fault) -> int:
+        """Give an order its number, from 1: two of one kind are two, and equal ones too."""
+        self._orders.append(fault)
+        return len(self._orders)
 
     def done(self, fired: Fired, **more: object) -> None:
-        """Say that a fault was done to a call: what, to which, when, and how often it has been by now."""
+        """Say that a fault was done to a call: of which order, what, to which call, and how often it has been by now."""
         fault = fired.fault
-        self.say(fault.kind, op=fired.op, key=fired.key, call=fired.call, struck=fired.struck, **more)
+        order = next((at for at, one in enumerate(self._orders, start=1) if one is fault), None)
+        self.say(fault.kind, order=order, op=fired.op, key=fired.key, call=fired.call, struck=fired.struck, **more)
 
     def say(self, fault: str, **more: object) -> None:
         """Write a line about a fault that is of no single call."""

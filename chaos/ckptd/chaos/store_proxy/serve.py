@@ -53,8 +53,8 @@ class Front:
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(self._server, sock=_bound(self.port), backlog=_BACKLOG)
 
-    async def begin_outage(self, fault: Fault) -> None:
-        """Refuse connections from now on, for the fault's time; those that stand are reset.
+    async def begin_outage(self, fault: Fault, number: int) -> None:
+        """Refuse connections from now on, for the fault's time; those that stand are reset. `number` is the order's.
 
         Raises:
             OrderError: There is an outage already, or the fault is choosy.
@@ -70,7 +70,7 @@ class Front:
             if connection.transport is not None:
                 reset(connection.transport)
                 broken += 1
-        self._ledger.say(FaultKind.OUTAGE, begins=True, for_s=fault.for_s, connections_broken=broken)
+        self._ledger.say(FaultKind.OUTAGE, order=number, begins=True, for_s=fault.for_s, connections_broken=broken)
         self._is_over = asyncio.Event()
         self._outage = asyncio.create_task(self._end_outage(fault.for_s or 0.0))
 
@@ -99,8 +99,8 @@ class Front:
 class Commands:
     """Does what comes over the control socket."""
 
-    def __init__(self, proxy: Proxy, front: Front) -> None:
-        self._proxy, self._front = proxy, front
+    def __init__(self, proxy: Proxy, front: Front, ledger: Ledger) -> None:
+        self._proxy, self._front, self._ledger = proxy, front, ledger
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer the commands of one connection."""
@@ -121,11 +121,12 @@ class Commands:
                     return {"port": self._front.port}
                 case {"do": "add", "fault": dict(order)}:
                     fault = from_json(order)
+                    number = self._ledger.number(fault)
                     if fault.kind is FaultKind.OUTAGE:
-                        await self._front.begin_outage(fault)
+                        await self._front.begin_outage(fault, number)
                     else:
                         self._proxy.add(fault)
-                    return {}
+                    return {"order": number}
                 case {"do": "clear"}:
                     self._proxy.clear()
                     await self._front.clear()
@@ -144,7 +145,7 @@ async def serve(store: str, control: Path, ledger_path: Path, seed: int) -> None
     async with Proxy(store, ledger, seed=seed) as proxy:
         front = Front(proxy, ledger)
         await front.open()
-        commands = await asyncio.start_unix_server(Commands(proxy, front).serve, control)
+        commands = await asyncio.start_unix_server(Commands(proxy, front, ledger).serve, control)
         await ended.wait()
         commands.close()
         await front.close()

@@ -162,6 +162,8 @@ class Coordinator:
             waiting = state.phase in (Phase.GATHERING, Phase.STARTING)
             return beginning.admit(state) if not waiting and beginning.begin_is_due(state) else None
         if state.phase is Phase.GATHERING:
+            if state.lead.timeline and not state.has_looked:
+                return starting.look_for_newer_run(state)
             complete = not state.missing(state.ranks) and all(rank.attached for rank in state.ranks.values())
             return starting.start(state) if complete else None
         if restoring.restore_is_due(state):
@@ -183,6 +185,7 @@ class Coordinator:
         elif kind == "gone":
             self._on_gone(name, message.gone)
         elif kind == "begin":
+            state.asks(message.begin.rank)
             beginning.on_begin(state, message.begin)
             restoring.on_done(state, message.begin.rank)
         elif kind == "staged":
@@ -285,7 +288,8 @@ class Coordinator:
             )
             starting.refuse(state, error)
             return
-        state.ranks[said.rank] = Rank(node=name, coordinate=tuple(said.coordinate))
+        restored = (said.restored.timeline, said.restored.step) if said.HasField("restored") else None
+        state.ranks[said.rank] = Rank(node=name, coordinate=tuple(said.coordinate), restored=restored)
         state.log("attached", rank=said.rank, node=name)
 
     def _on_gone(self, name: str, said: NodeMessage.RankGone) -> None:
@@ -379,7 +383,9 @@ class Coordinator:
 
     def _is_over(self) -> bool:
         state = self.state
-        if state.superseded or (state.phase is Phase.ENDED and state.live_ranks() == 0):
+        # One that ended before a rank had come has to tell those that will.
+        is_known = bool(state.ranks) or state.now >= state.started_at + state.lead.options.attach_timeout_s
+        if state.superseded or (state.phase is Phase.ENDED and state.live_ranks() == 0 and is_known):
             return True
         idle = not state.steps and self._lanes[HISTORY] is None
         return bool(state.ranks) and state.live_ranks() == 0 and idle

@@ -27,6 +27,7 @@ def on_restore(state: State, call: NodeMessage.Restore) -> None:
     limit = state.lead.options.restore_timeout_s
     timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
     state.schedule.reset()
+    state.asks(call.rank)
     asked = RestoreCall(
         step=call.step if call.HasField("step") else None,
         raise_on_corrupt=call.raise_on_corrupt,
@@ -51,7 +52,29 @@ def restore_is_due(state: State) -> bool:
         return False
     if not state.missing(state.restores) or any(not rank.attached for rank in state.ranks.values()):
         return True
+    if _restored_by_others(state) is not None:
+        return True
     return state.now >= min(call.deadline for call in state.restores.values())
+
+
+def _restored_by_others(state: State) -> tuple[str, int] | None:
+    """Return what all ranks that do not ask have restored, where those that ask want just that; None otherwise.
+
+    The coordinator that answered them died before all had their answer: the others will not ask again. Timeline and step,
+    ("", 0) where there was nothing.
+    """
+    others = {rank.restored for number, rank in state.ranks.items() if number not in state.restores}
+    if state.missing(state.ranks) or len(others) != 1 or len({call.question for call in state.restores.values()}) != 1:
+        return None
+    (restored,) = others
+    if restored is None:
+        return None
+    step = next(iter(state.restores.values())).step
+    newest = state.listed.newest()
+    wanted = (
+        restored[1] == step if step is not None else restored == ((newest.timeline, newest.step) if newest else ("", 0))
+    )
+    return restored if wanted else None
 
 
 def on_wanted(state: State, said: NodeMessage.RestoreWanted) -> None:
@@ -101,7 +124,8 @@ def on_failed(state: State, said: NodeMessage.RestoreFailed) -> None:
 
 def restore(state: State) -> Procedure:
     """Answer the pending restores: the same step for all ranks."""
-    error = _refusal(state)
+    restored = _restored_by_others(state)
+    error = _refusal(state) if restored is None else None
     calls = dict(state.restores)
     state.restores.clear()
     if error is not None:
@@ -114,6 +138,8 @@ def restore(state: State) -> Procedure:
         _fail(state, error)
         return
     candidates, error = _candidates(state, call)
+    if restored is not None:
+        candidates = [ref for ref in candidates if (ref.timeline, ref.step) == restored]
     if error is not None:
         _fail(state, error)
         return
@@ -121,12 +147,13 @@ def restore(state: State) -> Procedure:
     for ref in candidates:
         committed, wrong = yield from _decision(state, ref)
         if committed is not None:
-            wrong = yield from _attempt(state, ref, committed, bad, call.question, deadline)
+            wrong = yield from _attempt(state, ref, committed, bad, call.question, deadline, set(calls))
             if wrong is None:
                 yield from _finish(state, ref, rollback=call.rollback)
                 return
         assert wrong is not None
-        if wrong.reason != error_pb2.REASON_CORRUPT or call.raise_on_corrupt or call.step is not None:
+        is_fixed = call.step is not None or restored is not None  # no older one will do
+        if wrong.reason != error_pb2.REASON_CORRUPT or call.raise_on_corrupt or is_fixed:
             attempt = state.attempt
             _fail(state, wrong, unused=attempt.unused if attempt is not None and attempt.failed is wrong else b"")
             return
@@ -181,8 +208,9 @@ def _attempt(  # noqa: PLR0917 - one caller, which has just made them
     bad: list[Quarantined],
     question: tuple[int | None, bool, bool],
     deadline: float,
+    asking: set[int],
 ) -> Procedure:
-    """Offer a step to all nodes and wait until every rank is ready; the error when it cannot be had."""
+    """Offer a step to the nodes of all ranks that ask, and wait until these are ready; the error when it cannot be had."""
     state.attempts += 1
     chosen = CoordinatorMessage.RestoreChosen(
         attempt=state.attempts, found=True, step=ref, committed=committed, fell_back_from=bad
@@ -190,7 +218,14 @@ def _attempt(  # noqa: PLR0917 - one caller, which has just made them
     offer = CoordinatorMessage(restore_chosen=chosen)
     attempt = state.attempt = Attempt(number=state.attempts, step=ref.step, offer=offer, question=question)
     state.log("restore_chosen", step=ref.step, of=ref.timeline, attempt=attempt.number)
-    state.broadcast(offer)
+    have = set(state.missing(asking))
+    attempt.ready |= have
+    attempt.done |= have
+    if not have:
+        state.broadcast(offer)
+    else:
+        for node in sorted({state.ranks[rank].node for rank in asking}):
+            state.send(node, offer)
 
     def settled() -> bool:
         gone = any(not rank.attached for rank in state.ranks.values())

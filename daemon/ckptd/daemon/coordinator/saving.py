@@ -244,7 +244,7 @@ def end_fenced(state: State, log: history.LogView) -> Error:
     """End this coordinator: a newer timeline was claimed. Every node is told."""
     state.fenced = make_error(
         error_pb2.REASON_FENCED,
-        f"timeline {state.timeline} was taken over by {log.highest_claim()}",
+        f"timeline {state.timeline or state.lead.timeline} was taken over by {log.highest_claim()}",
         hint="this process belongs to an older run of the job; it must end and not be restarted",
         phase="commit",
     )

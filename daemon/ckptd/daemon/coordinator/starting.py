@@ -28,6 +28,27 @@ from ckptd.protos.snapshot_pb2 import Aborted, Claim, ClaimNode, Record, StepRef
 
 ALIVE_GRACE_S = 10.0
 """How long a start waits for a run that seems alive to die: ranks that torchrun is just ending are alive for a moment."""
+HALF_ALIVE_GRACE_S = 40.0
+"""The same for a run of which some ranks have ended: those left may hang on a node whose connection is given up after 30 s."""
+
+
+def look_for_newer_run(state: State) -> Procedure:
+    """A coordinator that comes back, its run's timeline being known: ends in ENDED when another run has claimed since.
+
+    The ranks may have heard of it, and be gone: whoever is left must not wait for them, and must not be restarted.
+    """
+    state.has_looked = True
+    try:
+        log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX, label="list_claims")))
+        highest = log.highest_claim()
+        if highest is None or highest <= Timeline.parse(state.lead.timeline):
+            return
+        data = yield Get(key=keys.claim_key(highest), label="read_other_claim")
+        claim = records.parse_claim(data, keys.claim_key(highest)) if data is not None else None
+    except Exception:  # the store is away, say: the start itself looks again, and tells what is wrong
+        return
+    if claim is not None and claim.run_id != state.lead.run_id and state.phase is Phase.GATHERING:
+        end_fenced(state, log)
 
 
 def start(state: State) -> Procedure:
@@ -147,6 +168,15 @@ def _claim(state: State) -> Procedure:
             if refused is not None:
                 return refused
             asked = True
+        gone = sorted(number for number, rank in state.ranks.items() if not rank.attached)
+        if gone:
+            # A start that stood still meanwhile, say: without them nothing can come of it, and its claim would fence others.
+            return make_error(
+                error_pb2.REASON_RANKS_MISSING,
+                f"ranks {gone} ended before the run had claimed its timeline",
+                ranks=gone,
+                phase="register",
+            )
         timeline = Timeline(number=log.next_number(), nonce=state.nonce())
         claim = _claim_of(state, timeline)
         yield Put(key=keys.claim_key(timeline), data=records.to_bytes(claim), label="claim")
@@ -182,12 +212,12 @@ def _other_run(state: State, highest: Timeline) -> Procedure:
     claim = records.parse_claim(data, keys.claim_key(highest))
     if claim.run_id == state.lead.run_id or not claim.endpoint:
         return None
-    deadline = state.now + ALIVE_GRACE_S
+    begun = state.now
     while True:
         answer = yield Probe(claim=claim)
         if answer is None or answer[0] != claim.run_id or answer[1] == 0:
             return None
-        if state.now >= deadline:
+        if state.now >= begun + (ALIVE_GRACE_S if answer[1] >= claim.world else HALF_ALIVE_GRACE_S):
             return make_error(
                 error_pb2.REASON_JOB_ALIVE,
                 f"another run of job {state.lead.job!r} is alive: its coordinator at {claim.endpoint} has {answer[1]} ranks",

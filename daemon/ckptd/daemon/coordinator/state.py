@@ -50,6 +50,8 @@ class Rank:
     coordinate: tuple[int, ...]
     attached: bool = True
     clean: bool = False
+    restored: tuple[str, int] | None = None
+    """Timeline ("": there was nothing) and step that it has restored, by the word of its agent, and not saved since."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -175,6 +177,8 @@ class State:
     attempt: Attempt | None = None
     attempts: int = 0
     start_wanted: bool = False
+    has_looked: bool = False
+    """Whether a coordinator that comes back has looked for a newer run."""
     refusal: Error | None = None
     fenced: Error | None = None
     superseded: bool = False
@@ -210,12 +214,23 @@ class State:
         there = set(present)
         return [rank for rank in range(self.world) if rank not in there]
 
+    def asks(self, rank: int) -> None:
+        """A rank asks to restore or to save: what it restored before is no answer any more."""
+        if rank in self.ranks:
+            self.ranks[rank].restored = None
+
     def live_ranks(self) -> int:
         """Return how many ranks are attached."""
         return sum(rank.attached for rank in self.ranks.values())
 
-    def reachable_ranks(self) -> int:
-        """Return how many ranks are attached through an agent that is connected: those a second start must not disturb."""
+    def ranks_that_go_on(self) -> int:
+        """Return how many ranks a second start must not disturb: those attached through an agent that is connected.
+
+        None where a rank has died, or was lost with its node: every save needs all ranks, so nothing more can come of the
+        others, however alive they look. One that has ended in order takes nobody with it.
+        """
+        if any(not rank.attached and not rank.clean for rank in self.ranks.values()):
+            return 0
         return sum(rank.attached and self.nodes[rank.node].connected for rank in self.ranks.values())
 
     def held_by(self, timeline: str, step: int) -> dict[str, Held]:
