@@ -150,10 +150,6 @@ class PlayConductor(Conductor):
         }
         folder = self._stage.folder / "launches" / str(self._launched)
         self._environment = {**self._environment, ARMED: json.dumps(armed), LAUNCH_FOLDER: str(folder)}
-        # A node that hangs counts as alive until its connections are given up. Whoever replaces it knows better, and says so;
-        # a coordinator that hangs does not answer, and is not waited for.
-        if any(node.index != 0 and not node.is_lost for node in self._stage.gone):
-            self._environment["CKPTD_TAKEOVER"] = "1"
         return super()._launch()
 
     def _give_last_chance(self, launch: Launch) -> None:
