@@ -46,6 +46,7 @@ class Report:
         versions: Of what ran.
         diagnosis: Where the hurt run diverged first, and advice; None if it did not.
         figures: Distributions of stall, durability lag, restore and recovery time.
+        told_replay: The line that runs the same again; empty: that of `ckptd chaos run`.
     """
 
     scenario: str
@@ -66,10 +67,13 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
     figures: tuple[Figure, ...] = ()
+    told_replay: str = ""
 
     @property
     def replay(self) -> str:
         """The command line that runs the same trial again."""
+        if self.told_replay:
+            return self.told_replay
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
         return shlex.join(["ckptd", "chaos", "run", self.scenario, *options, "--", *self.command])
