@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptd.chaos.scenario_reader import parse
@@ -42,19 +43,16 @@ def test_a_seed_stands_for_the_same_schedule_as_ever() -> None:
 
 def test_the_hash_seed_of_a_process_changes_nothing() -> None:
     """Nothing is drawn from a set or by hash()."""
-    told = [
-        subprocess.run(
-            [sys.executable, __file__, "--print"],
-            check=True,
-            capture_output=True,
-            text=True,
-            env={"PYTHONHASHSEED": number, "PYTHONPATH": ":".join(sys.path)},
-        ).stdout
-        for number in ("1", "2")
-    ]
-    assert told[0] == told[1] == texts()
+    code = (
+        "import sys; from ckptd.chaos.scenario_writer import to_toml; from ckptd.chaos.soak.drawing import draw\n"
+        "sys.stdout.write(to_toml(draw(8, nnodes=2, nproc=1, store='s3')))"
+    )
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert told.stdout == to_toml(draw(8, nnodes=2, nproc=1, store="s3"))
 
 
+@settings(max_examples=50)
 @given(seeds, sizes, stores)
 def test_every_schedule_is_valid_and_survives_its_file(seed: int, size: tuple[int, int], store: str) -> None:
     """What is written is read again as it was; its targets exist; only an S3 store is made to fail."""
@@ -71,6 +69,7 @@ def test_every_schedule_is_valid_and_survives_its_file(seed: int, size: tuple[in
             assert (following.do, following.target) == ("continue", fault.target)
 
 
+@settings(max_examples=50)
 @given(seeds, sizes, stores)
 def test_a_failpoint_is_only_waited_for_where_an_agent_starts(seed: int, size: tuple[int, int], store: str) -> None:
     """Failpoints are given to agents at their start: the first one, or one that the fault before has made necessary."""
@@ -119,7 +118,4 @@ def test_weights_are_kept() -> None:
 
 
 if __name__ == "__main__":
-    if "--print" in sys.argv:
-        sys.stdout.write(texts())
-    else:
-        GOLDEN.write_text(texts(), encoding="utf-8")
+    GOLDEN.write_text(texts(), encoding="utf-8")

@@ -34,6 +34,7 @@ def judge(record: Record, out: Path) -> Report:
         begun=record.begun,
         seconds=record.seconds,
         versions=record.versions,
+        source=record.scenario.source,
         told_replay=record.replay,
     )
     return _with_findings(base, record)

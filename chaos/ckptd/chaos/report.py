@@ -46,6 +46,7 @@ class Report:
         versions: Of what ran.
         diagnosis: Where the hurt run diverged first, and advice; None if it did not.
         figures: Distributions of stall, durability lag, restore and recovery time.
+        source: The file that the scenario was read from; empty: it is one of the package's.
         told_replay: The line that runs the same again; empty: that of `ckptd chaos run`.
     """
 
@@ -67,6 +68,7 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
     figures: tuple[Figure, ...] = ()
+    source: str = ""
     told_replay: str = ""
 
     @property
@@ -76,7 +78,7 @@ class Report:
             return self.told_replay
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
-        return shlex.join(["ckptd", "chaos", "run", self.scenario, *options, "--", *self.command])
+        return shlex.join(["ckptd", "chaos", "run", self.source or self.scenario, *options, "--", *self.command])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; failed checks by class are added as `failures`."""

@@ -134,6 +134,7 @@ class Scenario:
         agent_failpoints: Failpoints of every agent all the time, e.g. to slow uploads down.
         faults: In the order they strike.
         expect: What must be seen.
+        source: The file it was read from; empty: one of the package's, or none.
     """
 
     name: str
@@ -144,3 +145,4 @@ class Scenario:
     agent_failpoints: str = ""
     faults: tuple[Fault, ...] = ()
     expect: Expectation = field(default_factory=Expectation)
+    source: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def load(name: str) -> Scenario:
         path = Path(name)
         if not path.is_file():
             raise ScenarioError(f"there is no scenario file {name}")
-        return parse(path.read_text(encoding="utf-8"), name=path.stem, source=name)
+        return replace(parse(path.read_text(encoding="utf-8"), name=path.stem, source=name), source=name)
     if name not in scenario_names():
         raise ScenarioError(f"there is no scenario {name!r}; there are: {', '.join(scenario_names())}")
     text = (resources.files("ckptd.chaos.scenarios") / f"{name}.toml").read_text(encoding="utf-8")
