@@ -125,6 +125,7 @@ _STORE_FAULTS: tuple[Callable[[Chance], StoreFault], ...] = (
     _times("answer_lost", "put", "index/"),
     _times("put_lost", "put", "chunks/"),
     _times("put_lost", "put", "index/"),
+    _times("put_lost", "put", "log/"),
     _times("truncated", "get"),
     lambda _chance: StoreFault(kind="corrupted", op="get", prefix="chunks/", times=1),
     _for_some_time("slow_down"),

@@ -111,7 +111,7 @@ class _Reproducing:
         self._wanted = failed_checks(report)
         self._scenario = load_record(report.out).scenario
         self._end = time.monotonic() + bounds.time.total_seconds()
-        self._runs = 0
+        self._runs = self._tries = 0
 
     def perform(self) -> Reproduction:
         """See `reproduce`."""
@@ -142,7 +142,7 @@ class _Reproducing:
             faults=(count, len(left.faults)),
             shrunk=(self._seen(left, of=repeats), repeats),
             is_minimal=shrunk.is_minimal,
-            tries=shrunk.tries,
+            tries=self._tries,
             file=str(file),
             replay=self._replay.replace("{file}", str(file)),
         )
@@ -154,8 +154,11 @@ class _Reproducing:
         if time.monotonic() > self._end:
             raise Enough
         scenario = assembled(parts, self._scenario)
-        # Delays alone are no fault; what fails with them is another failure.
-        return bool(scenario.faults) and any(self._failed(scenario) for _ in range(attempts))
+        if not scenario.faults:
+            # Delays alone: what would fail then is another failure.
+            return False
+        self._tries += 1
+        return any(self._failed(scenario) for _ in range(attempts))
 
     def _failed(self, scenario: Scenario) -> bool:
         self._runs += 1
