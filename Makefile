@@ -7,7 +7,7 @@ PROTO_VENV ?= .venv-protos
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_SRC := $(wildcard protos/ckptd/protos/*.proto)
 
-.PHONY: help install demo test unit chaos check format protos protos-check clean
+.PHONY: help install demo test unit chaos soak check format protos protos-check clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -34,6 +34,10 @@ unit: $(STAMP) ## the fast half
 # About an hour on two cores; what is broken off goes on where it stopped. ARGS='--store local --only "coordinator.*"' for a part.
 chaos: $(STAMP) ## a fault at every boundary of the protocol, in every role, on both stores
 	$(BIN)/ckptd chaos matrix $(ARGS)
+
+# Until ten minutes are up; ARGS='--minutes 480 --store s3' for a night.
+soak: $(STAMP) ## random schedules of several faults in one run, on both stores
+	$(BIN)/ckptd chaos soak $(or $(ARGS),--minutes 10 --store both)
 
 check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, protos up to date
 	$(BIN)/ruff format --check .

@@ -30,6 +30,7 @@ from ckptd.chaos.reports.rebuild import rebuild
 from ckptd.chaos.reports.write import PAGE
 from ckptd.chaos.scenario_reader import ScenarioError, load, scenario_names
 from ckptd.chaos.schedule import ScheduleError
+from ckptd.chaos.soak_cli import soak
 from ckptd.chaos.trial import Stage, run_trial
 from ckptd.chaos.verdict import Verdict
 
@@ -42,6 +43,7 @@ app = typer.Typer(
 
 app.command()(failpoints)
 app.command()(matrix)
+app.command()(soak)
 
 _USAGE = 2
 

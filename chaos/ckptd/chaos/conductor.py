@@ -193,7 +193,7 @@ class Conductor:
         self._cluster.await_agents()
         for node in self._cluster.nodes:
             self._watcher.follow_events(node.place.events, node.source)
-        launch = self._cluster.launch(self._script, self._environment)
+        launch = self._cluster.launch(self._script, {**self._environment, **self._takeover()})
         for node in launch.nodes:
             self._watcher.follow_output(launch.outputs[node.index], f"script {launch.number}")
             self._watcher.follow_events(self._cluster.client_events(node, launch.number), f"client {node.index}")
@@ -202,6 +202,16 @@ class Conductor:
         self._launch_was_harmed = self._launch_is_given_up = False
         self._say("launched", launch=launch.number)
         return launch
+
+    def _takeover(self) -> dict[str, str]:
+        # A node that hangs counts as alive until its connections are given up. Whoever replaces it knows better, and says so;
+        # a coordinator that hangs does not answer, and is not waited for.
+        hung = any(node.index != 0 and not node.is_lost for node in self._cluster.gone)
+        return {"CKPTD_TAKEOVER": "1"} if hung else {}
+
+    def restart_failpoints(self, node: int) -> str:
+        """Return the failpoints that an agent of a node is given when it is started again now."""
+        return self._injector.restart_failpoints(node)
 
     def _end(self, launch: Launch) -> None:
         """End a launch that failed, everywhere; start dead agents again."""
@@ -231,7 +241,7 @@ class Conductor:
         # The next fault waits for a job that runs again, or for the agent's return.
         if harm.ends_launch:
             self._arm_at = None
-        elif self._agent_died(harm):
+        elif self._agent_died(harm) and not harm.is_pause:
             self._arm_at = ("harness", "agent_started")
         else:
             self._injector.arm()

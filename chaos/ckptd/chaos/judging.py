@@ -34,7 +34,8 @@ def judge(record: Record, out: Path) -> Report:
         begun=record.begun,
         seconds=record.seconds,
         versions=record.versions,
-        again=record.again,
+        source=record.scenario.source,
+        told_replay=record.replay,
     )
     return _with_findings(base, record)
 

@@ -41,7 +41,7 @@ class Record:
         seconds: The whole trial took.
         versions: Of ckptd, Python, torch and the machine.
         problem: Why nothing could be judged; empty if it could.
-        again: The line that runs it again; empty where `ckptd chaos run` does.
+        replay: The line that runs the same again; empty: `ckptd chaos run` with what is said above.
         undisturbed: Evidence of the run nobody hurt; None where it did not get through.
         repeat: Evidence of a second one; None where it was run once.
         hurt: Evidence of the other one; None where it was not led to an end.
@@ -58,7 +58,7 @@ class Record:
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
-    again: str = ""
+    replay: str = ""
     undisturbed: Evidence | None = None
     repeat: Evidence | None = None
     hurt: Evidence | None = None

@@ -44,9 +44,10 @@ class Report:
         proves: The promise that is at stake.
         begun: When it began, seconds since the epoch.
         versions: Of what ran.
-        again: The line that runs it again; empty where `ckptd chaos run` does.
         diagnosis: Where the hurt run diverged first, and advice; None if it did not.
         figures: Distributions of stall, durability lag, restore and recovery time.
+        source: The file that the scenario was read from; empty: it is one of the package's.
+        told_replay: The line that runs the same again; empty: that of `ckptd chaos run`.
     """
 
     scenario: str
@@ -65,18 +66,19 @@ class Report:
     proves: str = ""
     begun: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
-    again: str = ""
     diagnosis: Diagnosis | None = None
     figures: tuple[Figure, ...] = ()
+    source: str = ""
+    told_replay: str = ""
 
     @property
     def replay(self) -> str:
         """The command line that runs the same trial again."""
-        if self.again:
-            return self.again
+        if self.told_replay:
+            return self.told_replay
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
-        return shlex.join(["ckptd", "chaos", "run", self.scenario, *options, "--", *self.command])
+        return shlex.join(["ckptd", "chaos", "run", self.source or self.scenario, *options, "--", *self.command])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; failed checks by class are added as `failures`."""

@@ -28,16 +28,19 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """When a fault strikes; exactly one of step, event and failpoint is set.
+    """When a fault strikes; exactly one of step, event, failpoint and after_ms is set.
 
     Attributes:
         step: When the script has printed this step.
         event: When an event of this kind stands in an event log, of the target where the event names rank or node.
         failpoint: When the target's agent passes this failpoint.
+        after_ms: So many milliseconds after the fault before it was done (the first: after the first launch).
         nth: The how many-th such event, or pass of the failpoint.
         then: "step": not at the event itself, but at the next step that the script prints.
         before: Kind of event that must not have come before for the same step: else the fault came too late to prove
             anything, and the verdict is unknown.
+        restarting: It may strike before the job runs again after the fault before it: in the midst of a recovery. So may all
+            with after_ms. Such a fault waits for a target that does not live yet.
     """
 
     step: int | None = None
@@ -46,6 +49,8 @@ class Moment:
     nth: int = 1
     then: str | None = None
     before: str | None = None
+    after_ms: int | None = None
+    restarting: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +108,7 @@ class Expectation:
         fenced: A process that was stopped and woken reports that it is fenced.
         lost_steps_max: Most steps that may be trained again after each fault; None: any number.
         recovery_s_max: Longest time from each fault to the next trained step, seconds; None: any.
+        may_miss: Faults whose moment never came are counted, and prove nothing; one of them must have struck.
     """
 
     restored_from: tuple[str, ...] = ()
@@ -112,6 +118,7 @@ class Expectation:
     fenced: bool = False
     lost_steps_max: int | None = None
     recovery_s_max: int | None = None
+    may_miss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +134,7 @@ class Scenario:
         agent_failpoints: Failpoints of every agent all the time, e.g. to slow uploads down.
         faults: In the order they strike.
         expect: What must be seen.
+        source: The file it was read from; empty: one of the package's, or none.
     """
 
     name: str
@@ -137,3 +145,4 @@ class Scenario:
     agent_failpoints: str = ""
     faults: tuple[Fault, ...] = ()
     expect: Expectation = field(default_factory=Expectation)
+    source: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -25,7 +26,7 @@ _DEEDS_OF = {
     "all": ("kill", "lose"),
 }
 _STORE_NUMBERS = ("for_s", "times", "delay_s", "bytes_per_s", "per_s")
-_MOMENT_KEYS = ("step", "event", "failpoint", "nth", "then", "before")
+_MOMENT_KEYS = ("step", "event", "failpoint", "nth", "then", "before", "after_ms", "restarting")
 
 
 class ScenarioError(ValueError):
@@ -48,7 +49,7 @@ def load(name: str) -> Scenario:
         path = Path(name)
         if not path.is_file():
             raise ScenarioError(f"there is no scenario file {name}")
-        return parse(path.read_text(encoding="utf-8"), name=path.stem, source=name)
+        return replace(parse(path.read_text(encoding="utf-8"), name=path.stem, source=name), source=name)
     if name not in scenario_names():
         raise ScenarioError(f"there is no scenario {name!r}; there are: {', '.join(scenario_names())}")
     text = (resources.files("ckptd.chaos.scenarios") / f"{name}.toml").read_text(encoding="utf-8")
@@ -107,9 +108,13 @@ class _Reader:
         moment = self._moment(self._table(table, "at", _MOMENT_KEYS, f"{where}.at"), f"{where}.at")
         if moment.failpoint and (target.kind not in ("agent", "coordinator") or do not in ("kill", "stop")):
             raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
-        if moment.failpoint and not where.endswith("[0]"):
+        if moment.failpoint and not (where.endswith("[0]") or moment.restarting):
             # Failpoints are given to an agent at its start.
-            raise self._error(f"{where}.at", "only the first fault may wait for a failpoint")
+            raise self._error(
+                f"{where}.at",
+                "only the first fault may wait for a failpoint; with restarting = true also one after a fault that "
+                "has the target's agent started again",
+            )
         return Fault(do=do, target=target, at=moment)
 
     def _fault_of_store(self, table: Mapping[str, object], where: str) -> Fault:
@@ -169,9 +174,11 @@ class _Reader:
             nth=self._number(table, "nth", where) or 1,
             then=self._choice(table, "then", ("step",), where),
             before=self._text(table, "before", where),
+            after_ms=self._number(table, "after_ms", where),
+            restarting=self._truth(table, "restarting", where),
         )
-        if sum(part is not None for part in (moment.step, moment.event, moment.failpoint)) != 1:
-            raise self._error(where, "at needs exactly one of step, event, failpoint")
+        if sum(part is not None for part in (moment.step, moment.event, moment.failpoint, moment.after_ms)) != 1:
+            raise self._error(where, "at needs exactly one of step, event, failpoint, after_ms")
         if (moment.then or moment.before) and moment.event is None:
             raise self._error(where, "then and before go with event only")
         return moment
@@ -185,17 +192,15 @@ class _Reader:
             isinstance(relaunches, list) and len(relaunches) == 2 and all(isinstance(n, int) for n in relaunches)
         ):
             raise self._error("expect.relaunches", "relaunches is [fewest, most]")
-        fenced = table.get("fenced", False)
-        if not isinstance(fenced, bool):
-            raise self._error("expect.fenced", "fenced is true or false")
         return Expectation(
             restored_from=tuple(tiers),
             restored_step=self._choice(table, "restored_step", ("fault",), "expect.restored_step"),
             committed=self._choice(table, "committed", ("fault",), "expect.committed"),
             relaunches=(relaunches[0], relaunches[1]) if relaunches is not None else None,
-            fenced=fenced,
+            fenced=self._truth(table, "fenced", "expect.fenced"),
             lost_steps_max=self._bound(table, "lost_steps_max"),
             recovery_s_max=self._bound(table, "recovery_s_max"),
+            may_miss=self._truth(table, "may_miss", "expect.may_miss"),
         )
 
     def _bound(self, table: Mapping[str, object], key: str) -> int | None:
@@ -236,6 +241,12 @@ class _Reader:
         value = table.get(key)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise self._error(where, f"{key} is a whole number from 1, not {value!r}")
+        return value
+
+    def _truth(self, table: Mapping[str, object], key: str, where: str) -> bool:
+        value = table.get(key, False)
+        if not isinstance(value, bool):
+            raise self._error(where, f"{key} is true or false")
         return value
 
     def _error(self, where: str, text: str) -> ScenarioError:

@@ -46,11 +46,15 @@ class PlannedFault:
     def moment(self) -> str:
         """The moment in words."""
         nth = f" (no. {self.at.nth})" if self.at.nth > 1 else ""
+        if self.at.after_ms is not None:
+            return f"{self.at.after_ms} ms later"
         if self.at.step is not None:
             return f"step {self.at.step}"
         if self.at.failpoint is not None:
-            return f"failpoint {self.at.failpoint}{nth}"
+            return f"failpoint {self.at.failpoint}{nth}" + (" while starting again" if self.at.restarting else "")
         text = f"event {self.at.event}{nth}"
+        if self.at.restarting:
+            text += " while starting again"
         if self.at.then:
             text += f", then the next {self.at.then}"
         return text + (f", before {self.at.before}" if self.at.before else "")

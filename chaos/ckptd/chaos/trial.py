@@ -15,7 +15,7 @@ from ckptd.chaos import cache
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.cluster.launcher import Launcher, Torchrun
 from ckptd.chaos.cluster.node import AGENT_COMMAND
-from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
 from ckptd.chaos.cluster.proxied import proxied_store
 from ckptd.chaos.cluster.store import Store, open_store
 from ckptd.chaos.conductor import Conductor, Limits, Performance
@@ -45,6 +45,8 @@ class Stage:
         limits: Deadlines.
         agent: Command of an agent.
         launcher: Makes the launcher of a run from its folder.
+        spawn_agent: Starts agents.
+        spawn_ranks: Starts launchers.
         read_root: Reads a root's facts (URL, variables of the store); None: roots are not read.
         observe: Is told (name of the run, event) as events are seen.
     """
@@ -56,6 +58,8 @@ class Stage:
     limits: Limits
     agent: tuple[str, ...] = AGENT_COMMAND
     launcher: Callable[[Path], Launcher] = Torchrun
+    spawn_agent: Spawn = Leashed
+    spawn_ranks: Spawn = Leashed
     read_root: Callable[..., RootFacts] | None = read_root
     observe: Callable[[str, Event], None] = lambda _run, _event: None
 
@@ -87,6 +91,9 @@ def perform(
         environment={**store.environment(), **(proxied.environment() if proxied is not None else {})},
         agent=stage.agent,
         failpoints=agent_failpoints,
+        arm=lambda node, _start: conductor.restart_failpoints(node),
+        spawn_agent=stage.spawn_agent,
+        spawn_ranks=stage.spawn_ranks,
     )
     cluster.proxied = proxied
     conductor = Conductor(
@@ -151,7 +158,7 @@ def run_trial(
     )
     try:
         with open_store(store, stage.out / "store") as opened:
-            undisturbed, repeat = _undisturbed(stage, opened, store, cache_folder, twice=twice)
+            undisturbed, repeat = undisturbed_runs(stage, opened, store, cache_folder, twice=twice)
             record = replace(record, undisturbed=undisturbed, repeat=repeat)
             if not nondeterminism(record):
                 performance, hurt = perform(
@@ -167,10 +174,21 @@ def run_trial(
     return report
 
 
-def _undisturbed(
+def undisturbed_runs(
     stage: Stage, store: Store, kind: str, cache_folder: Path | None, *, twice: bool
 ) -> tuple[Evidence, Evidence | None]:
-    """Return the evidence of an undisturbed run, and of a second one where two are wanted."""
+    """Return the evidence of an undisturbed run, and of a second one where two are wanted.
+
+    Args:
+        stage: Where.
+        store: Of the runs.
+        kind: "local" or "s3".
+        cache_folder: Where such runs are kept; None: run it anew, and keep nothing.
+        twice: Two are wanted.
+
+    Raises:
+        TrialError: The script does not get through undisturbed.
+    """
     if cache_folder is None:
         first = _perform_undisturbed(stage, store, "undisturbed")
         return first, _perform_undisturbed(stage, store, "repeat") if twice else None

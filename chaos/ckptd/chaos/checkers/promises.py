@@ -39,14 +39,18 @@ def no_hang(case: Case) -> Finding:
 def faults_fired(case: Case) -> Finding:
     """Every fault was really done, and within its window; one that was not makes the run prove nothing."""
     missing = [f"{a.kind} {a.target} at {a.moment}: {a.note}" for a in case.accounts if not a.fired]
-    if missing:
-        return Finding.failed("faults_fired", FailureClass.FAULT_MISSED, "did not fire: " + "; ".join(missing))
+    missed = "did not fire: " + "; ".join(missing)
+    if missing and not case.scenario.expect.may_miss:
+        return Finding.failed("faults_fired", FailureClass.FAULT_MISSED, missed)
     if not case.accounts:
         return Finding.unknown("faults_fired", "nothing was to be done")
     late = [f"{a.kind} {a.target}: {a.late}" for a in case.accounts if a.late]
     if late:
         return Finding.unknown("faults_fired", "too late: " + "; ".join(late))
-    return Finding.passed("faults_fired", "; ".join(f"{a.kind} {a.target} at {a.moment}" for a in case.accounts))
+    fired = "; ".join(f"{a.kind} {a.target} at {a.moment}" for a in case.accounts if a.fired)
+    if not fired:
+        return Finding.unknown("faults_fired", f"nothing was done to the job: {missed}")
+    return Finding.passed("faults_fired", f"{fired}; {missed}" if missing else fired)
 
 
 def deaths_explained(case: Case) -> Finding:

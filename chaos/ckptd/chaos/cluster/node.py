@@ -86,6 +86,7 @@ class Node:
         self.agent: Tree | None = None
         self.ranks: Tree | None = None
         """The launcher of this node's ranks; None before the first launch."""
+        self._launch_folder: Path | None = None
         self._environment = dict(environment)
         self._agent_command = list(agent)
         self._spawn_agent, self._spawn_ranks = spawn_agent, spawn_ranks
@@ -143,6 +144,7 @@ class Node:
         """Start a launcher here; what is left of the one before is killed."""
         if self.ranks is not None:
             self.ranks.kill()
+        self._launch_folder = output.parent
         self.ranks = self._spawn_ranks(
             command,
             environment=self._environment | {"CKPTD_SOCKET": str(self.place.socket)} | dict(environment),
@@ -154,8 +156,9 @@ class Node:
         """Return the process of each rank that lives here."""
         found: dict[int, int] = {}
         if self.ranks is not None:
+            told = {} if self._launch_folder is None else _told_ranks(self._launch_folder)
             for pid in self.ranks.tree():
-                rank = _rank_of(pid)
+                rank = told.get(pid, _rank_of(pid))
                 # Parents come first: a rank's own children (data loaders) have its environment too.
                 if rank is not None:
                     found.setdefault(rank, pid)
@@ -212,6 +215,20 @@ class Node:
         strange = [path for path in self.place.shm_dir.rglob("*") if path.suffix not in _KEPT and path.is_file()]
         temporary = list(self.place.temporary.iterdir()) if self.place.temporary.is_dir() else []
         return tuple(sorted(str(path) for path in [*sockets, *strange, *temporary]))
+
+
+def pid_file(launch_folder: Path, rank: int) -> Path:
+    """Return the file that says which process a rank is, where its environment does not: that of a fork is its parent's."""
+    return launch_folder / f"rank.{rank}.pid"
+
+
+def _told_ranks(launch_folder: Path) -> dict[int, int]:
+    found = {}
+    for path in launch_folder.glob("rank.*.pid"):
+        # It may be just being written.
+        with suppress(OSError, ValueError):
+            found[int(path.read_text(encoding="utf-8"))] = int(path.name.split(".")[1])
+    return found
 
 
 def _rank_of(pid: int) -> int | None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckptd.chaos.cluster.fork_server import fork_command
+from ckptd.chaos.cluster.node import pid_file
 from ckptd.chaos.matrix.launcher import LAUNCH_FOLDER, RENDEZVOUS, rank_failpoints
 
 
@@ -31,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
             RENDEZVOUS: f"file://{Path(os.environ[LAUNCH_FOLDER]).resolve() / 'rendezvous'}",
             **rank_failpoints(rank, os.environ),
         }
-        pids.add(fork_command([sys.executable, *script], environment))
+        pid = fork_command([sys.executable, *script], environment)
+        pid_file(Path(os.environ[LAUNCH_FOLDER]), rank).write_text(str(pid), encoding="utf-8")
+        pids.add(pid)
     while pids:
         pid, status = os.wait()
         pids.discard(pid)

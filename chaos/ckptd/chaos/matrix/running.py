@@ -184,7 +184,7 @@ class Matrix:
                 begun=began,
                 seconds=seconds,
                 versions=versions(),
-                again=result.replay,
+                replay=result.replay,
                 undisturbed=undisturbed,
                 hurt=performed.evidence,
                 performance=performance,

@@ -123,6 +123,11 @@ class BoundaryInjector:
         """Nothing: the cluster asks for each process."""
         return {}
 
+    def restart_failpoints(self, node: int) -> str:
+        """Nothing: the cluster asks for each process."""
+        del node
+        return ""
+
     def arm(self) -> None:
         """Nothing: the process is armed from its start."""
 

@@ -54,6 +54,10 @@ class Injecting(Protocol):
         """Return the failpoints that the first agents are started with, by node."""
         ...
 
+    def restart_failpoints(self, node: int) -> str:
+        """Return the failpoints that an agent of a node is given when it is started again now."""
+        ...
+
     def arm(self) -> None:
         """The job runs (again): the next fault may strike."""
         ...
@@ -71,7 +75,8 @@ class Injector:
     """Walks through a schedule. For one thread.
 
     Args:
-        faults: In the order they strike; only the first one may wait for a failpoint.
+        faults: In the order they strike; only the first one, and those that strike a job which starts again, may wait for
+            a failpoint.
         cluster: Whom they hurt.
         history: What happened so far.
     """
@@ -84,7 +89,11 @@ class Injector:
         self._hits = 0
         self._awaits: Event | None = None
         self._is_armed = True
+        # What the pending fault waited for, while its target does not live.
+        self._came: Event | None = None
         self._failpoint_log: Tail | None = None
+        # When the fault before was done; what starts counts from the first look.
+        self._since: float | None = None
 
     @property
     def pending(self) -> PlannedFault | None:
@@ -99,19 +108,43 @@ class Injector:
         # Rank 0 lives on node 0, and its agent is asked to lead.
         return {fault.which or 0: f"{fault.at.failpoint}={fault.do}@{fault.at.nth}"}
 
+    def restart_failpoints(self, node: int) -> str:
+        """Return the failpoints that an agent of a node is given when it is started again now."""
+        fault = self.pending
+        # The first agents of all have theirs already.
+        if fault is None or not fault.at.restarting or self._next == 0:
+            return ""
+        return self.first_failpoints().get(node, "")
+
     def arm(self) -> None:
         """The job runs (again): the next fault may strike."""
         self._is_armed = True
 
     def look(self, new: Iterable[Event]) -> Harm | None:
-        """Strike if the moment has come with these events (or with a failpoint); return what was done."""
+        """Strike if the moment has come with these events (or with a failpoint, or by time); return what was done."""
+        if self._since is None:
+            self._since = time.monotonic()
         fault = self.pending
-        if fault is None or not self._is_armed:
+        if fault is None:
             return None
-        cause = self._failpoint(fault) if fault.at.failpoint else self._moment(fault, new)
+        is_early = fault.at.restarting or fault.at.after_ms is not None
+        if not (self._is_armed or is_early):
+            return None
+        cause = self._came or self._cause(fault, new)
         if cause is None:
             return None
-        return self._strike(fault, cause)
+        # The target may be about to start: then it is hit as soon as it lives. What was stopped and is gone does not come back.
+        harm = self._strike(fault, cause, may_wait=is_early and fault.do != "continue")
+        self._came = cause if self.pending is fault else None
+        return harm
+
+    def _cause(self, fault: PlannedFault, new: Iterable[Event]) -> Event | None:
+        if fault.at.failpoint:
+            return self._failpoint(fault)
+        if fault.at.after_ms is None:
+            return self._moment(fault, new)
+        is_over = time.monotonic() >= (self._since or 0.0) + fault.at.after_ms / 1000
+        return Event(t=time.time(), source="harness", kind="time") if is_over else None
 
     def strike_now(self) -> Harm | None:
         """Strike the pending fault although its moment has not come: the job has ended meanwhile."""
@@ -123,7 +156,7 @@ class Injector:
         claimed = self._history.last("claimed", source="agent")
         return 0 if claimed is None else int(claimed.source.split()[1].partition(".")[0])
 
-    def _strike(self, fault: PlannedFault, cause: Event) -> Harm | None:
+    def _strike(self, fault: PlannedFault, cause: Event, *, may_wait: bool = False) -> Harm | None:
         fate = Struck(fault=fault, t=time.time(), step=cause.step)
         harm = None
         try:
@@ -135,11 +168,15 @@ class Injector:
                 harm = strike(fault, self._cluster, coordinator=self._cluster.nodes[self.coordinator_index()])
             fate = replace(fate, fired=True, pids=harm.pids, note="")
         except NemesisError as error:
+            if may_wait:
+                self.struck[self._next] = Struck(fault=fault, note=f"its moment came, but {error}")
+                return None
             fate = replace(fate, note=str(error))
         self.struck[self._next] = fate
         fields = {"do": fault.do, "target": fault.target, "step": cause.step, "fired": fate.fired, "note": fate.note}
         self._history.add(Event(t=fate.t, source="harness", kind="fault", fields=fields))
         self._next += 1
+        self._since = time.monotonic()
         self._hits, self._awaits, self._is_armed, self._failpoint_log = 0, None, harm is None, None
         return harm
 
@@ -173,9 +210,11 @@ class Injector:
         node = self._cluster.nodes[fault.which or 0]
         if self._failpoint_log is None:
             self._failpoint_log = Tail(node.place.failpoints)
+        # Of a node that was not replaced the log also tells of earlier faults.
+        before = {pid for fate in self.struck for pid in fate.pids}
         for line in self._failpoint_log.lines():
             pid, name, verb, _hit = line.split()
-            if name == fault.at.failpoint and verb == fault.do:
+            if name == fault.at.failpoint and verb == fault.do and int(pid) not in before:
                 fields = {"pid": int(pid), "failpoint": name}
                 return Event(t=time.time(), source="harness", kind="failpoint", fields=fields)
         return None

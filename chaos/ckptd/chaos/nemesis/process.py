@@ -32,12 +32,14 @@ class Harm:
         replace: Nodes whose place somebody else must take: lost, or paused where nobody reaches them.
         ends_launch: The job cannot go on.
         is_silent: It cannot go on, but no process of it will end by itself: the scheduler gives the node up.
+        is_pause: The processes only stand still, or go on: nobody dies, and the job is the same.
     """
 
     pids: tuple[int, ...]
     replace: tuple[Node, ...] = ()
     ends_launch: bool = False
     is_silent: bool = False
+    is_pause: bool = False
 
 
 def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
@@ -62,7 +64,8 @@ def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
         pid = cluster.rank_pids().get(fault.which)
         if pid is None:
             raise NemesisError(f"rank {fault.which} does not live")
-        return Harm(pids=_signal([pid], _SIGNALS[fault.do]), ends_launch=fault.do == "kill")
+        is_kill = fault.do == "kill"
+        return Harm(pids=_signal([pid], _SIGNALS[fault.do]), ends_launch=is_kill, is_pause=not is_kill)
     if fault.kind == "all":
         return _end_nodes(cluster.nodes, lose=fault.do == "lose")
     node = coordinator if fault.kind == "coordinator" else cluster.nodes[fault.which or 0]
@@ -71,7 +74,7 @@ def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
     if fault.do == "kill" and fault.kind in ("agent", "coordinator"):
         return Harm(pids=_signal(_agent(node), signal.SIGKILL))
     if fault.do == "stop" and fault.kind == "agent":
-        return Harm(pids=_signal(_agent(node), signal.SIGSTOP))
+        return Harm(pids=_signal(_agent(node), signal.SIGSTOP), is_pause=True)
     if fault.do == "stop":
         node.is_paused = True
         pids = tuple(node.signal_all(signal.SIGSTOP))
@@ -98,9 +101,9 @@ def _wake(fault: PlannedFault, cluster: Cluster) -> Harm:
             node.is_paused = False
         return Harm(pids=tuple(pids))
     if fault.kind == "agent":
-        return Harm(pids=_signal(_agent(cluster.nodes[fault.which or 0]), signal.SIGCONT))
+        return Harm(pids=_signal(_agent(cluster.nodes[fault.which or 0]), signal.SIGCONT), is_pause=True)
     if fault.kind == "rank" and fault.which in (ranks := cluster.rank_pids()):
-        return Harm(pids=_signal([ranks[fault.which]], signal.SIGCONT))
+        return Harm(pids=_signal([ranks[fault.which]], signal.SIGCONT), is_pause=True)
     raise NemesisError(f"{fault.target} is not stopped")
 
 

@@ -1,0 +1,153 @@
+"""The table of what random schedules do. Pure; a row per deed.
+
+Owns: which deeds there are, how often each is drawn, and what it comes to as faults of a scenario. Does not own: when they
+strike (`moments`). A new deed joins by a maker and a row; seeds then stand for other schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckptd.chaos.scenario import Fault, Moment, StoreFault, Target
+from ckptd.chaos.soak.chance import Chance
+from ckptd.chaos.soak.moments import Ground, failpoint, moment
+
+Make = Callable[[Chance, Ground], tuple[Fault, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deed:
+    """A row.
+
+    Attributes:
+        name: One or two words.
+        weight: How often it is drawn, among all that can be.
+        make: Draws the rest: one fault, or several that belong together.
+        only_s3: It needs a store that can be made to fail.
+    """
+
+    name: str
+    weight: int
+    make: Make
+    only_s3: bool = False
+
+
+def _rank(chance: Chance, ground: Ground) -> Target:
+    return Target(kind="rank", which=chance.below(ground.nnodes * ground.nproc))
+
+
+def _node(chance: Chance, ground: Ground, kind: str = "node") -> Target:
+    return Target(kind=kind, which=chance.below(ground.nnodes))
+
+
+def _kill_rank(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return (Fault(do="kill", target=_rank(chance, ground), at=moment(chance, ground, "rank")),)
+
+
+def _kill_agent(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return (Fault(do="kill", target=_node(chance, ground, "agent"), at=moment(chance, ground, "agent")),)
+
+
+def _kill_coordinator(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return (Fault(do="kill", target=Target(kind="coordinator"), at=moment(chance, ground, "coordinator")),)
+
+
+def _kill_at_failpoint(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return (_at_failpoint(chance, ground, "kill"),)
+
+
+def _at_failpoint(chance: Chance, ground: Ground, do: str) -> Fault:
+    """An agent hits itself at a failpoint, where it can be given one; else it is hit from outside."""
+    target = _node(chance, ground, "agent")
+    at = failpoint(chance, ground, int(target.which or 0))
+    return Fault(do=do, target=target, at=at or moment(chance, ground, "agent"))
+
+
+def _kill_node(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return (Fault(do="kill", target=_node(chance, ground), at=moment(chance, ground, "node")),)
+
+
+def _lose_node(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return (Fault(do="lose", target=_node(chance, ground), at=moment(chance, ground, "node")),)
+
+
+def _kill_all(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return (Fault(do="kill", target=Target(kind="all"), at=moment(chance, ground, "all")),)
+
+
+def _lose_all(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return (Fault(do="lose", target=Target(kind="all"), at=moment(chance, ground, "all")),)
+
+
+def _paused(chance: Chance, stop: Fault, most_ms: int) -> tuple[Fault, ...]:
+    """A fault that stops something, and the one that has it go on."""
+    return stop, Fault(do="continue", target=stop.target, at=Moment(after_ms=chance.between(50, most_ms)))
+
+
+def _pause_rank(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    stop = Fault(do="stop", target=_rank(chance, ground), at=moment(chance, ground, "rank"))
+    return _paused(chance, stop, 2500)
+
+
+def _pause_agent(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    return _paused(chance, _at_failpoint(chance, ground, "stop"), 2500)
+
+
+def _freeze_node(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    """A node hangs and is replaced; it wakes while the job starts elsewhere, or when it has moved on."""
+    stop = Fault(do="stop", target=_node(chance, ground), at=moment(chance, ground, "node"))
+    if chance.percent(40):
+        return _paused(chance, stop, 3000)
+    return stop, Fault(do="continue", target=stop.target, at=Moment(event="decided", nth=chance.between(1, 2)))
+
+
+def _store_fails(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
+    at = moment(chance, ground, "store")
+    return (Fault(do="store", target=Target(kind="store"), at=at, store=chance.one_of(_STORE_FAULTS)(chance)),)
+
+
+def _times(kind: str, op: str | None = None, prefix: str = "") -> Callable[[Chance], StoreFault]:
+    return lambda chance: StoreFault(kind=kind, op=op, prefix=prefix, times=chance.between(1, 3))
+
+
+def _for_some_time(kind: str, op: str | None = None) -> Callable[[Chance], StoreFault]:
+    return lambda chance: StoreFault(kind=kind, op=op, times=None, for_s=chance.between(1, 3))
+
+
+_STORE_FAULTS: tuple[Callable[[Chance], StoreFault], ...] = (
+    _times("error"),
+    _times("error", "put"),
+    _times("reset"),
+    _times("reset", "put"),
+    _times("answer_lost", "put", "chunks/"),
+    _times("answer_lost", "put", "log/"),
+    _times("answer_lost", "put", "index/"),
+    _times("put_lost", "put", "chunks/"),
+    _times("put_lost", "put", "index/"),
+    _times("put_lost", "put", "log/"),
+    _times("truncated", "get"),
+    lambda _chance: StoreFault(kind="corrupted", op="get", prefix="chunks/", times=1),
+    _for_some_time("slow_down"),
+    _for_some_time("slow_down", "put"),
+    _for_some_time("outage"),
+    lambda chance: StoreFault(kind="delay", times=chance.between(2, 20), delay_s=1),
+    lambda chance: StoreFault(kind="limit", times=None, per_s=chance.between(5, 20), for_s=3),
+)
+"""What a store that keeps its contract may do, and what a lie of it must not cost."""
+
+DEEDS: tuple[Deed, ...] = (
+    Deed(name="kill rank", weight=16, make=_kill_rank),
+    Deed(name="kill agent", weight=8, make=_kill_agent),
+    Deed(name="kill coordinator", weight=8, make=_kill_coordinator),
+    Deed(name="kill at failpoint", weight=16, make=_kill_at_failpoint),
+    Deed(name="kill node", weight=8, make=_kill_node),
+    Deed(name="lose node", weight=10, make=_lose_node),
+    Deed(name="kill all", weight=8, make=_kill_all),
+    Deed(name="lose all", weight=6, make=_lose_all),
+    Deed(name="pause rank", weight=5, make=_pause_rank),
+    Deed(name="pause agent", weight=8, make=_pause_agent),
+    Deed(name="freeze node", weight=7, make=_freeze_node),
+    Deed(name="store", weight=40, make=_store_fails, only_s3=True),
+)
+"""All weights in one place."""

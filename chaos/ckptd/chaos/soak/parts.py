@@ -1,0 +1,94 @@
+"""A schedule taken apart: what can be left out of it, and what can be made simpler. Pure.
+
+Owns: which faults belong together, and what is simpler than what. Does not own: the search (`shrinking`). A stop without the
+fault that has its target go on would hang any job, and be another failure than the one that is looked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ckptd.chaos.scenario import Fault, Moment, Scenario, Target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What stays or goes as one.
+
+    Attributes:
+        faults: With their places in the schedule; empty for a delay.
+        delay: One entry of the failpoints of all agents; empty for faults.
+    """
+
+    faults: tuple[tuple[int, Fault], ...] = ()
+    delay: str = ""
+
+
+def parts_of(scenario: Scenario) -> tuple[Part, ...]:
+    """Take a schedule apart: each fault, a `continue` with the stop before it of the same target, and each delay."""
+    groups: list[list[tuple[int, Fault]]] = []
+    for place, fault in enumerate(scenario.faults):
+        stopped = _stopped(groups, fault.target) if fault.do == "continue" else None
+        if stopped is None:
+            groups.append([(place, fault)])
+        else:
+            stopped.append((place, fault))
+    delays = [entry for entry in scenario.agent_failpoints.split(";") if entry]
+    return (*(Part(faults=tuple(group)) for group in groups), *(Part(delay=delay) for delay in delays))
+
+
+def _stopped(groups: Sequence[list[tuple[int, Fault]]], target: Target) -> list[tuple[int, Fault]] | None:
+    """Return the last group whose fault stopped `target` and has nobody to have it go on."""
+    for group in reversed(groups):
+        if len(group) == 1 and group[0][1].do == "stop" and group[0][1].target == target:
+            return group
+    return None
+
+
+def assembled(parts: Iterable[Part], like: Scenario) -> Scenario:
+    """Put parts together again, faults in the order of their places; all else is as in `like`."""
+    kept = list(parts)
+    faults = sorted((one for part in kept for one in part.faults), key=lambda one: one[0])
+    return replace(
+        like,
+        faults=tuple(fault for _, fault in faults),
+        agent_failpoints=";".join(part.delay for part in kept if part.delay),
+    )
+
+
+def simpler(part: Part) -> Iterator[Part]:
+    """Yield parts that are like this one and simpler in one thing, the simplest first; each chain of them ends."""
+    for at, (place, fault) in enumerate(part.faults):
+        for other in _simpler_faults(fault):
+            yield replace(part, faults=(*part.faults[:at], (place, other), *part.faults[at + 1 :]))
+
+
+def _simpler_faults(fault: Fault) -> Iterator[Fault]:
+    for at in _simpler_moments(fault.at):
+        yield replace(fault, at=at)
+    if isinstance(fault.target.which, int) and fault.target.which > 0:
+        yield replace(fault, target=replace(fault.target, which=0))
+    if (store := fault.store) is not None:
+        if store.prefix:
+            yield replace(fault, store=replace(store, prefix=""))
+        if store.times is not None and store.times > 1:
+            yield replace(fault, store=replace(store, times=1))
+        if store.for_s is not None and store.for_s > 1:
+            yield replace(fault, store=replace(store, for_s=1))
+        if store.delay_s > 1:
+            yield replace(fault, store=replace(store, delay_s=1))
+
+
+def _simpler_moments(at: Moment) -> Iterator[Moment]:
+    if at.after_ms is not None:
+        # At once, else half as late.
+        yield from (Moment(after_ms=one) for one in dict.fromkeys((1, at.after_ms // 2)) if 0 < one < at.after_ms)
+        return
+    if at.event is not None and at.event != "step":
+        yield Moment(event="step")
+    for nth in dict.fromkeys((1, at.nth // 2)):
+        if 0 < nth < at.nth:
+            yield replace(at, nth=nth)
+    if at.restarting and at.failpoint is None:
+        yield replace(at, restarting=False)

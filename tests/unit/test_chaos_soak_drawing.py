@@ -1,0 +1,121 @@
+"""Random schedules: a seed stands for one schedule, everywhere, and every schedule is one that can be run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptd.chaos.scenario_reader import parse
+from ckptd.chaos.scenario_writer import to_toml
+from ckptd.chaos.schedule import schedule
+from ckptd.chaos.soak.chance import Chance
+from ckptd.chaos.soak.deeds import DEEDS
+from ckptd.chaos.soak.drawing import draw
+from ckptd.chaos.soak.moments import CLAIMING, DECIDING, JOINING, SAVING
+from ckptd.protos.boundaries import BOUNDARIES
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "soak.txt"
+DRAWN = [(7, 2, 1, "local"), (8, 2, 1, "s3"), (9, 3, 2, "s3"), (10, 1, 2, "local")]
+sizes = st.tuples(st.integers(1, 4), st.integers(1, 4))
+seeds = st.integers(0, 1 << 40)
+stores = st.sampled_from(["local", "s3"])
+
+
+def texts() -> str:
+    drawn = [draw(seed, nnodes=nnodes, nproc=nproc, store=store) for seed, nnodes, nproc, store in DRAWN]
+    return "".join(f"# {scenario.name}\n{to_toml(scenario)}\n" for scenario in drawn)
+
+
+def test_a_seed_stands_for_the_same_schedule_as_ever() -> None:
+    """Text for text what was written when this was first run: whatever the machine and the version of Python.
+
+    Who changes the table of deeds on purpose writes the file anew: `python tests/unit/test_chaos_soak_drawing.py`.
+    """
+    assert texts() == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_the_hash_seed_of_a_process_changes_nothing() -> None:
+    """Nothing is drawn from a set or by hash()."""
+    code = (
+        "import sys; from ckptd.chaos.scenario_writer import to_toml; from ckptd.chaos.soak.drawing import draw\n"
+        "sys.stdout.write(to_toml(draw(8, nnodes=2, nproc=1, store='s3')))"
+    )
+    environment = {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    told = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
+    assert told.stdout == to_toml(draw(8, nnodes=2, nproc=1, store="s3"))
+
+
+@settings(max_examples=50)
+@given(seeds, sizes, stores)
+def test_every_schedule_is_valid_and_survives_its_file(seed: int, size: tuple[int, int], store: str) -> None:
+    """What is written is read again as it was; its targets exist; only an S3 store is made to fail."""
+    nnodes, nproc = size
+    scenario = draw(seed, nnodes=nnodes, nproc=nproc, store=store)
+    assert parse(to_toml(scenario), name=scenario.name, source="x.toml") == scenario
+    planned = schedule(scenario, nnodes=nnodes, nproc=nproc, seed=0)
+    assert 2 <= len(planned) <= 10
+    assert store == "s3" or all(fault.store is None for fault in planned)
+    # Whatever is stopped goes on with the very next fault: nothing hangs because a schedule is badly drawn.
+    for fault, following in zip(planned, [*planned[1:], None], strict=True):
+        if fault.do == "stop":
+            assert following is not None
+            assert (following.do, following.target) == ("continue", fault.target)
+
+
+@settings(max_examples=50)
+@given(seeds, sizes, stores)
+def test_a_failpoint_is_only_waited_for_where_an_agent_starts(seed: int, size: tuple[int, int], store: str) -> None:
+    """Failpoints are given to agents at their start: the first one, or one that the fault before has made necessary."""
+    faults = draw(seed, nnodes=size[0], nproc=size[1], store=store).faults
+    for index, fault in enumerate(faults):
+        if fault.at.failpoint is not None and index > 0:
+            before = faults[index - 1]
+            hit = {"all": fault.target.which, "coordinator": 0}.get(before.target.kind, before.target.which)
+            assert before.do in ("kill", "lose")
+            assert before.target.kind in ("agent", "node", "coordinator", "all")
+            assert hit == fault.target.which
+            assert fault.at.restarting
+
+
+def test_every_deed_is_drawn() -> None:
+    """Seeds reach the whole table: every kind of fault, and moments in the midst of a recovery."""
+    drawn = [fault for seed in range(400) for fault in draw(seed, nnodes=2, nproc=2, store="s3").faults]
+    kinds = Counter((fault.do, fault.target.kind) for fault in drawn)
+    assert {("kill", kind) for kind in ("rank", "agent", "coordinator", "node", "all")} <= set(kinds)
+    assert {("lose", "node"), ("lose", "all"), ("stop", "rank"), ("stop", "agent"), ("stop", "node")} <= set(kinds)
+    assert len({fault.store.kind for fault in drawn if fault.store is not None}) >= 10
+    assert sum(fault.at.restarting for fault in drawn) > 100
+    assert {fault.target.which for fault in drawn if fault.target.kind == "rank"} == {0, 1, 2, 3}
+
+
+def test_the_failpoints_of_the_table_exist() -> None:
+    """A name that was changed in the code would make a fault that never fires; each stands with who passes it."""
+    for name in (*SAVING, *JOINING):
+        assert BOUNDARIES[name].role == "agent"
+    for name in (*DECIDING, *CLAIMING):
+        assert BOUNDARIES[name].role == "coordinator"
+
+
+def test_a_table_that_fits_nothing_is_refused() -> None:
+    """No schedule without a fault."""
+    with pytest.raises(ValueError, match="no deed of the table"):
+        draw(1, nnodes=1, nproc=1, store="local", deeds=[deed for deed in DEEDS if deed.only_s3])
+
+
+def test_weights_are_kept() -> None:
+    """What weighs nothing is never drawn, and of two things the heavier one is drawn more often."""
+    chance = Chance("weights")
+    drawn = Counter(chance.weighted(["none", "light", "heavy"], [0, 1, 3]) for _ in range(2000))
+    assert drawn["none"] == 0
+    assert 400 < drawn["light"] < 600
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(texts(), encoding="utf-8")
