@@ -89,6 +89,9 @@ def run(
         bool,
         typer.Option("--twice/--once", help="Do the undisturbed run twice, to see that the script is deterministic."),
     ] = True,
+    network: Annotated[
+        str, typer.Option(help="How the network is hurt: netns, proxy; auto: netns where allowed.")
+    ] = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Bound of each run, seconds.")] = 600.0,
 ) -> None:
     """Run SCRIPT under a scenario: 0 pass, 1 fail, 3 unknown, 2 wrong usage."""
@@ -113,6 +116,7 @@ def run(
         out=folder,
         limits=Limits(run=timedelta(seconds=timeout), relaunches=len(read.faults) + 3),
         observe=progress.see,
+        network=network,
     )
     try:
         with progress:

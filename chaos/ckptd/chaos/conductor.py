@@ -221,7 +221,7 @@ class Conductor:
             return
         self._harmed |= set(harm.pids)
         # Nobody dies of what the store does.
-        self._launch_was_harmed |= bool(harm.pids) or harm.ends_launch
+        self._launch_was_harmed |= bool(harm.pids) or harm.ends_launch or harm.may_end_launch
         self._launch_is_given_up |= harm.is_silent
         for node in harm.replace:
             fresh = self._cluster.replace(node)
@@ -261,7 +261,14 @@ class Conductor:
         fault = self._injector.pending
         if fault is not None and fault.do == "continue":
             self._suffer(self._injector.strike_now())
-        zombies = {node.source for node in self._cluster.gone if not node.is_lost and not node.is_paused}
+        zombies = {
+            node.source
+            for node in self._cluster.gone
+            if not node.is_lost
+            and not node.is_paused
+            # One that is cut off hears nothing from its coordinator; if it plays that itself, it hears from the store.
+            and (not node.is_cut_off or self._history.of("claimed", source=node.source))
+        }
         if not zombies:
             return
         end = time.monotonic() + self._limits.woken.total_seconds()

@@ -22,6 +22,7 @@ from ckptd.chaos.conductor import Conductor, Limits, Performance
 from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, rates_of, read_audits, read_digests
 from ckptd.chaos.history import Event
 from ckptd.chaos.judging import judge, nondeterminism
+from ckptd.chaos.network.way import NotRunError, choose_way, open_network
 from ckptd.chaos.record import Record, save_record, versions
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.write import write_report
@@ -47,6 +48,7 @@ class Stage:
         launcher: Makes the launcher of a run from its folder.
         read_root: Reads a root's facts (URL, variables of the store); None: roots are not read.
         observe: Is told (name of the run, event) as events are seen.
+        network: How the network is hurt: netns, proxy, or auto (namespaces where they are allowed).
     """
 
     nnodes: int
@@ -58,6 +60,7 @@ class Stage:
     launcher: Callable[[Path], Launcher] = Torchrun
     read_root: Callable[..., RootFacts] | None = read_root
     observe: Callable[[str, Event], None] = lambda _run, _event: None
+    network: str = "auto"
 
 
 class TrialError(Exception):
@@ -79,14 +82,17 @@ def perform(
     filled = {"{root}": root, "{digests}": str(digests), "{out}": str(folder / "out.json")}
     script = [_filled(part, filled) for part in stage.command]
     proxied = proxied_store(store, folder, root, faults)
+    variables = {**store.environment(), **(proxied.environment() if proxied is not None else {})}
+    network = open_network(stage.network, folder, variables, faults)
     cluster = Cluster(
         nnodes=stage.nnodes,
         nproc=stage.nproc,
         folder=folder,
-        launcher=stage.launcher(folder),
-        environment={**store.environment(), **(proxied.environment() if proxied is not None else {})},
+        launcher=Torchrun(folder, network) if stage.launcher is Torchrun else stage.launcher(folder),
+        environment=variables,
         agent=stage.agent,
         failpoints=agent_failpoints,
+        network=network,
     )
     cluster.proxied = proxied
     conductor = Conductor(
@@ -101,6 +107,8 @@ def perform(
         performance = conductor.perform()
         if proxied is not None:
             performance = replace(performance, struck=proxied.proved(performance.struck))
+        if network is not None:
+            performance = replace(performance, struck=network.proved(performance.struck))
         facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
         evidence = Evidence(
             losses=losses_of(performance.history),
@@ -112,6 +120,8 @@ def perform(
     except (ProcessError, EvidenceError, StorageError) as error:
         raise TrialError(f"the {name} run cannot be judged: {error}") from error
     finally:
+        if network is not None:
+            network.close()
         if proxied is not None:
             proxied.close()
     return performance, evidence
@@ -150,6 +160,7 @@ def run_trial(
         versions=versions(),
     )
     try:
+        choose_way(stage.network, faults, has_endpoint=store == "s3")
         with open_store(store, stage.out / "store") as opened:
             undisturbed, repeat = _undisturbed(stage, opened, store, cache_folder, twice=twice)
             record = replace(record, undisturbed=undisturbed, repeat=repeat)
@@ -158,7 +169,7 @@ def run_trial(
                     stage, opened, "hurt", faults=faults, agent_failpoints=scenario.agent_failpoints
                 )
                 record = replace(record, performance=performance, hurt=hurt)
-    except (TrialError, RuntimeError, TimeoutError, OSError) as error:
+    except (TrialError, NotRunError, RuntimeError, TimeoutError, OSError) as error:
         record = replace(record, problem=str(error) or repr(error))
     record = replace(record, seconds=round(time.monotonic() - begun, 3))
     save_record(record, stage.out)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from ckptd.chaos.cluster.home import Home
 from ckptd.chaos.cluster.process import Leashed, Spawn, Tree
 
 AGENT_COMMAND = (sys.executable, "-m", "ckptd.daemon.cli", "agent")
@@ -78,10 +79,14 @@ class Node:
         *,
         spawn_agent: Spawn = Leashed,
         spawn_ranks: Spawn = Leashed,
+        home: Home | None = None,
     ) -> None:
         self.index = index
         self.place = place
+        self.home = home or Home()
         self.is_paused = False
+        self.is_cut_off = False
+        """Nobody reaches it, and it lives on."""
         self.is_lost = False
         self.agent: Tree | None = None
         self.ranks: Tree | None = None
@@ -93,6 +98,11 @@ class Node:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @property
+    def is_out_of_reach(self) -> bool:
+        """Whether a scheduler cannot end what runs here."""
+        return self.is_paused or self.is_cut_off
+
+    @property
     def source(self) -> str:
         """The agent's name in the history."""
         return f"agent {self.place.name}"
@@ -100,7 +110,9 @@ class Node:
     def start_agent(self, failpoints: str = "") -> None:
         """Start an agent process on the node's folders, in the place of the one before; returns before it listens."""
         place = self.place
-        environment = self._environment | {
+        environment = {
+            **self._environment,
+            **self.home.environment,
             "CKPTD_FAILPOINTS": failpoints,
             "CKPTD_FAILPOINT_LOG": str(place.failpoints),
             "CKPTD_EVENT_LOG": str(place.events),
@@ -112,12 +124,13 @@ class Node:
         (place.run_dir / "agent.json").unlink(missing_ok=True)
         self.agent = self._spawn_agent(
             [
+                *self.home.inside,
                 *self._agent_command,
                 *("--run-dir", str(place.run_dir)),
                 *("--data-dir", str(place.data_dir)),
                 *("--shm-dir", str(place.shm_dir)),
-                *("--listen", "127.0.0.1"),
-                *("--advertise", "127.0.0.1"),
+                *("--listen", self.home.listen),
+                *("--advertise", self.home.advertise),
             ],
             environment=environment,
             stdout=place.agent_log,
@@ -144,8 +157,13 @@ class Node:
         if self.ranks is not None:
             self.ranks.kill()
         self.ranks = self._spawn_ranks(
-            command,
-            environment=self._environment | {"CKPTD_SOCKET": str(self.place.socket)} | dict(environment),
+            [*self.home.inside, *command],
+            environment={
+                **self._environment,
+                "CKPTD_SOCKET": str(self.place.socket),
+                **environment,
+                **self.home.environment,
+            },
             stdout=output,
             stderr=errors,
         )

@@ -32,12 +32,14 @@ class Harm:
         replace: Nodes whose place somebody else must take: lost, or paused where nobody reaches them.
         ends_launch: The job cannot go on.
         is_silent: It cannot go on, but no process of it will end by itself: the scheduler gives the node up.
+        may_end_launch: Ranks may die of it, or not.
     """
 
     pids: tuple[int, ...]
     replace: tuple[Node, ...] = ()
     ends_launch: bool = False
     is_silent: bool = False
+    may_end_launch: bool = False
 
 
 def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
