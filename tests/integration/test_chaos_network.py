@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckptd.chaos import cache
-from ckptd.chaos.cluster.home import Home
+from ckptd.chaos.cluster.fabric import NodeNetwork
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.network import namespaces
 from ckptd.chaos.network.netns_way import NamespaceNetwork
@@ -75,7 +75,7 @@ class Pair:
         self._end.close()
 
 
-def _path(home: Home) -> str:
+def _path(home: NodeNetwork) -> str:
     (path,) = (word.removeprefix("--net=") for word in home.inside if word.startswith("--net="))
     return path
 

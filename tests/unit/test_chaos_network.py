@@ -7,22 +7,32 @@ import json
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ckptd.chaos.cluster.cluster import Cluster
+from ckptd.chaos.cluster.launcher import Torchrun
+from ckptd.chaos.cluster.node import Node, Place
+from ckptd.chaos.conductor import Limits
+from ckptd.chaos.nemesis.injector import Struck
+from ckptd.chaos.nemesis.network import cut
+from ckptd.chaos.nemesis.process import Harm, NemesisError
 from ckptd.chaos.network import sockets
 from ckptd.chaos.network.flows import Flows, Ordered
 from ckptd.chaos.network.relay import Relay
-from ckptd.chaos.network.way import NotRunError, choose_way
+from ckptd.chaos.network.way import HelperNetwork, NotRunError, choose_way
 from ckptd.chaos.network.words import NetworkFault
+from ckptd.chaos.reports.rebuild import rebuild
 from ckptd.chaos.scenario import Fault, Moment, Target
 from ckptd.chaos.scenario_reader import ScenarioError, load, parse
 from ckptd.chaos.schedule import PlannedFault, ScheduleError, schedule
 from ckptd.chaos.store_proxy.ledger import Ledger, read_ledger
+from ckptd.chaos.trial import Stage, run_trial
+from ckptd.chaos.verdict import Verdict
 
 GOOD = """\
 title = "t"
@@ -63,11 +73,11 @@ def test_a_fault_of_the_network_says_what_lies_between_whom() -> None:
     assert not read(alone.replace("for_s = 4\n", "").replace('"node 1"', '["node 1", "store"]')).replaced
     everything = read(alone.replace("for_s = 4\n", "").replace('"node 1"', '["node 1", "all"]'))
     assert everything.replaced
-    assert str(everything) == "network: partition between node 1 and the other nodes and the store"
+    assert str(everything) == "partition between node 1 and the other nodes and the store"
     assert read('[[fault]]\ndo = "network"\nfault = "heal"\nat = { step = 1 }\n') == NetworkFault(kind="heal")
     slow = read(GOOD.replace("one-way", "delay").replace("for_s = 4", "delay_ms = 150"))
-    assert str(slow) == "network: delay of 150 ms between node 1 and coordinator"
-    assert str(replace(read(GOOD), way="netns")) == "network: one-way from node 1 to coordinator for 4 s, by netns"
+    assert str(slow) == "delay of 150 ms between node 1 and coordinator"
+    assert str(replace(read(GOOD), way="netns")) == "one-way from node 1 to coordinator for 4 s, by netns"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,7 @@ def test_a_network_needs_two_nodes_and_its_ends_to_be_there() -> None:
     with pytest.raises(ScheduleError, match=r"there is no node 7; they are 0\.\.1"):
         schedule(far, nnodes=2, nproc=1, seed=1)
     (planned,) = schedule(load("partition-heals"), nnodes=2, nproc=1, seed=1)
-    assert planned.target == "network: partition between node 1 and the other nodes for 4 s"
+    assert planned.target == "partition between node 1 and the other nodes for 4 s"
 
 
 def planned(**words: object) -> list[PlannedFault]:
@@ -370,3 +380,98 @@ def test_a_door_opens_where_an_agent_listens_and_knows_who_calls(family: socket.
     assert sockets.owner("127.91.3.9", 1, [os.getpid()]) is None
     told = [json.loads(line) for line in (tmp_path / "faults.jsonl").read_text().splitlines()]
     assert {(line["source"], line["to"]) for line in told if "source" in line} == {("1", "0")}
+
+
+class Recorded:
+    """A network that only notes what is ordered."""
+
+    def __init__(self, way: str = "netns", broken: int | None = None) -> None:
+        self.way, self.broken = way, broken
+        self.orders: list[tuple[str, dict[str, str]]] = []
+
+    def order(self, fault: NetworkFault, number: int, names: Mapping[str, str]) -> int | None:
+        del number
+        self.orders.append((fault.kind, {end: names[end] for end in fault.between if end != "nodes"}))
+        return self.broken
+
+
+def cluster_of(tmp_path: Path, network: Recorded) -> Cluster:
+    cluster = Cluster(nnodes=2, nproc=1, folder=tmp_path, launcher=Torchrun(tmp_path), environment={})
+    for index, name in enumerate(("0.1", "1")):
+        place = Place(name=name, evidence=tmp_path / name, run_dir=tmp_path / name / "r", shm_dir=tmp_path / name / "s")
+        cluster.nodes.append(Node(index, place, {}, ["true"]))
+    cluster.network = network  # type: ignore[assignment]
+    return cluster
+
+
+def test_ends_are_the_present_nodes_and_a_cut_for_good_replaces_the_first(tmp_path: Path) -> None:
+    """The ends go by the names of the nodes that are there now; who may die and who is replaced follows from the fault."""
+    network = Recorded()
+    cluster = cluster_of(tmp_path, network)
+    first, second = cluster.nodes
+
+    def harm(**words: object) -> Harm:
+        fault = planned(**words)[0].network
+        assert fault is not None
+        return cut(fault, 0, cluster, coordinator=first)
+
+    told = harm(between=("node 1", "coordinator"), for_s=3)
+    assert network.orders == [("partition", {"node 1": "1", "coordinator": "0.1"})]
+    assert told == Harm(pids=(), may_end_launch=True)
+    assert harm(kind="delay", delay_ms=5) == Harm(pids=())
+    assert harm(between=("node 1", "store"), for_s=3) == Harm(pids=())
+    assert not second.is_out_of_reach
+    assert harm(replaced=True) == Harm(pids=(), replace=(second,), ends_launch=True, is_silent=True)
+    assert second.is_out_of_reach
+    with pytest.raises(NemesisError, match=r"both ends are node 0\.1"):
+        harm(between=("node 0", "coordinator"))
+    network.way = "proxy"
+    assert harm(for_s=3) == Harm(pids=()), "ranks have another network"
+    network.broken = 0
+    with pytest.raises(NemesisError, match="no connection to reset"):
+        harm(kind="reset")
+    with pytest.raises(NemesisError, match="nothing to heal"):
+        harm(kind="heal", between=())
+
+
+def test_what_cannot_be_had_is_not_run_and_nothing_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Namespaces were asked for and are not allowed: the verdict is unknown, with the reason, and no run was begun."""
+    monkeypatch.setattr("ckptd.chaos.network.namespaces.missing", lambda: "network namespaces need root")
+    stage = Stage(nnodes=2, nproc=1, command=("x.py",), out=tmp_path, limits=Limits(), network="netns")
+    report = run_trial(stage, load("partition-heals"), store="local", seed=1, cache_folder=None)
+    assert report.verdict is Verdict.UNKNOWN
+    assert "not run: network namespaces need root; --network proxy needs no root" in report.headline()
+    assert "--network netns" in report.replay
+    assert not (tmp_path / "undisturbed").exists()
+    assert not (tmp_path / "store").exists()
+    assert rebuild(tmp_path).reports == (report,)
+
+
+class Counting:
+    """A helper process's answers."""
+
+    def __init__(self, counts: dict[str, list[int]]) -> None:
+        self.counts = counts
+
+    def ask(self, do: str, **_what: object) -> dict[str, object]:
+        assert do == "counts"
+        return {"counts": self.counts}
+
+
+def test_a_fault_that_struck_nothing_was_not_done() -> None:
+    """What was ordered is no proof; what was struck is. The way is told in either case."""
+    faults = [replace(planned()[0], index=index) for index in range(3)]
+    struck = [
+        Struck(fault=faults[0], fired=True, note=""),
+        Struck(fault=faults[1], fired=True, note=""),
+        Struck(fault=faults[2]),
+    ]
+    network = HelperNetwork(Counting({"0": [3, 180], "1": [0, 0]}))  # type: ignore[arg-type]
+    network.way = "netns"
+    told = network.proved(struck)
+    assert [(fate.fired, fate.note) for fate in told] == [
+        (True, ""),
+        (False, "nothing was sent that it could strike"),
+        (False, "its moment never came"),
+    ]
+    assert told[0].fault.target == "partition between node 1 and the other nodes, by netns"

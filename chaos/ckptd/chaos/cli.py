@@ -24,6 +24,7 @@ from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.evidence import EvidenceError
 from ckptd.chaos.matrix_cli import failpoints, matrix
+from ckptd.chaos.network.words import WAYS
 from ckptd.chaos.progress import Progress
 from ckptd.chaos.report import render
 from ckptd.chaos.reports.rebuild import rebuild
@@ -97,6 +98,8 @@ def run(
     """Run SCRIPT under a scenario: 0 pass, 1 fail, 3 unknown, 2 wrong usage."""
     if store not in STORES:
         _refuse(f"--store is {store!r}; allowed: {', '.join(STORES)}")
+    if network not in ("auto", *WAYS):
+        _refuse(f"--network is {network!r}; allowed: auto, {', '.join(WAYS)}")
     try:
         read = load(scenario)
     except ScenarioError as error:

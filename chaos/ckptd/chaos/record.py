@@ -40,6 +40,7 @@ class Record:
         begun: When it began, seconds since the epoch.
         seconds: The whole trial took.
         versions: Of ckptd, Python, torch and the machine.
+        network: How the network was to be hurt: auto, netns or proxy.
         problem: Why nothing could be judged; empty if it could.
         undisturbed: Evidence of the run nobody hurt; None where it did not get through.
         repeat: Evidence of a second one; None where it was run once.
@@ -56,6 +57,7 @@ class Record:
     begun: float = 0.0
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
+    network: str = "auto"
     problem: str = ""
     undisturbed: Evidence | None = None
     repeat: Evidence | None = None

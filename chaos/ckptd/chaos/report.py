@@ -45,6 +45,7 @@ class Report:
         begun: When it began, seconds since the epoch.
         versions: Of what ran.
         diagnosis: Where the hurt run diverged first, and advice; None if it did not.
+        network: What was asked for of `--network`.
         figures: Distributions of stall, durability lag, restore and recovery time.
     """
 
@@ -66,12 +67,14 @@ class Report:
     versions: Mapping[str, str] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
     figures: tuple[Figure, ...] = ()
+    network: str = "auto"
 
     @property
     def replay(self) -> str:
         """The command line that runs the same trial again."""
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
+        options += ["--network", self.network] if self.network != "auto" else []
         return shlex.join(["ckptd", "chaos", "run", self.scenario, *options, "--", *self.command])
 
     def to_dict(self) -> dict[str, Any]:

@@ -158,6 +158,7 @@ def run_trial(
         command=stage.command,
         begun=round(time.time(), 3),
         versions=versions(),
+        network=stage.network,
     )
     try:
         choose_way(stage.network, faults, has_endpoint=store == "s3")

@@ -20,8 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from ckptd.chaos.cluster.fabric import Loopback
 from ckptd.chaos.cluster.fork_server import TAG, process_name
-from ckptd.chaos.cluster.home import Loopback
 from ckptd.chaos.cluster.launcher import Launcher
 from ckptd.chaos.cluster.node import AGENT_COMMAND, Node, Place
 from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
@@ -133,7 +133,7 @@ class Cluster:
         self.proxied: ProxiedStore | None = None
         """The store as its processes see it, where it can be made to fail."""
         self.network = network
-        self._town = network or Loopback()
+        self._fabric = network or Loopback()
         self.nodes: list[Node] = []
         self.gone: list[Node] = []
         """Nodes that were lost or replaced, also paused ones that still live."""
@@ -164,7 +164,7 @@ class Cluster:
         node.start_agent(";".join(filter(None, (self._failpoints, once, self._arm(node.index, start)))))
         if node.agent is not None:
             self.agent_pids[node.index, start] = node.agent.pid
-            self._town.agent_started(node.place.name, node.agent.pid)
+            self._fabric.agent_started(node.place.name, node.agent.pid)
 
     def await_agents(self) -> None:
         """Wait until the agents of all nodes listen.
@@ -275,5 +275,5 @@ class Cluster:
             self._agent_command,
             spawn_agent=self._spawn_agent,
             spawn_ranks=self._spawn_ranks,
-            home=self._town.join(index, name),
+            network=self._fabric.join(index, name),
         )

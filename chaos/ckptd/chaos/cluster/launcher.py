@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.chaos.cluster.home import Loopback, Town
+from ckptd.chaos.cluster.fabric import Fabric, Loopback
 from ckptd.chaos.cluster.process import Leashed, ProcessError
 from ckptd.chaos.watch import read_tail, wait_until
 
@@ -43,11 +43,11 @@ class Torchrun:
 
     Args:
         folder: Where the rendezvous keeps its log and its port.
-        town: The network that it and the ranks live in.
+        fabric: The network that it and the ranks live in.
     """
 
-    def __init__(self, folder: Path, town: Town | None = None) -> None:
-        self._town: Town = town or Loopback()
+    def __init__(self, folder: Path, fabric: Fabric | None = None) -> None:
+        self._fabric: Fabric = fabric or Loopback()
         self._port_file = folder / "rendezvous.port"
         self._log = folder / "rendezvous.log"
         self._logs = folder / "torchrun"
@@ -57,7 +57,13 @@ class Torchrun:
         """Start the rendezvous; it is there some seconds later."""
         if self._host is None:
             self._host = Leashed(
-                [*self._town.services[0], sys.executable, "-m", "ckptd.chaos.cluster.rendezvous", str(self._port_file)],
+                [
+                    *self._fabric.services[0],
+                    sys.executable,
+                    "-m",
+                    "ckptd.chaos.cluster.rendezvous",
+                    str(self._port_file),
+                ],
                 environment=os.environ,
                 stdout=self._log,
             )
@@ -79,10 +85,10 @@ class Torchrun:
             *("--max-restarts", "0"),
             *("--rdzv-backend", "c10d"),
             *("--rdzv-id", f"launch-{launch}"),
-            *("--rdzv-endpoint", f"{self._town.services[1]}:{self._port_file.read_text()}"),
+            *("--rdzv-endpoint", f"{self._fabric.services[1]}:{self._port_file.read_text()}"),
             # Short keep-alives: a torchrun that ends waits for its last one.
             *("--rdzv-conf", "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=30"),
-            *("--local-addr", self._town.address(node)),
+            *("--local-addr", self._fabric.address(node)),
             # Its own choice is a temporary folder, which it leaves behind when it is killed.
             *("--log-dir", str(self._logs)),
             *script,

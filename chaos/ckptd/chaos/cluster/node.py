@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from ckptd.chaos.cluster.home import Home
+from ckptd.chaos.cluster.fabric import NodeNetwork
 from ckptd.chaos.cluster.process import Leashed, Spawn, Tree
 
 AGENT_COMMAND = (sys.executable, "-m", "ckptd.daemon.cli", "agent")
@@ -79,11 +79,11 @@ class Node:
         *,
         spawn_agent: Spawn = Leashed,
         spawn_ranks: Spawn = Leashed,
-        home: Home | None = None,
+        network: NodeNetwork | None = None,
     ) -> None:
         self.index = index
         self.place = place
-        self.home = home or Home()
+        self.network = network or NodeNetwork()
         self.is_paused = False
         self.is_cut_off = False
         """Nobody reaches it, and it lives on."""
@@ -112,7 +112,7 @@ class Node:
         place = self.place
         environment = {
             **self._environment,
-            **self.home.environment,
+            **self.network.environment,
             "CKPTD_FAILPOINTS": failpoints,
             "CKPTD_FAILPOINT_LOG": str(place.failpoints),
             "CKPTD_EVENT_LOG": str(place.events),
@@ -124,13 +124,13 @@ class Node:
         (place.run_dir / "agent.json").unlink(missing_ok=True)
         self.agent = self._spawn_agent(
             [
-                *self.home.inside,
+                *self.network.inside,
                 *self._agent_command,
                 *("--run-dir", str(place.run_dir)),
                 *("--data-dir", str(place.data_dir)),
                 *("--shm-dir", str(place.shm_dir)),
-                *("--listen", self.home.listen),
-                *("--advertise", self.home.advertise),
+                *("--listen", self.network.listen),
+                *("--advertise", self.network.advertise),
             ],
             environment=environment,
             stdout=place.agent_log,
@@ -157,12 +157,12 @@ class Node:
         if self.ranks is not None:
             self.ranks.kill()
         self.ranks = self._spawn_ranks(
-            [*self.home.inside, *command],
+            [*self.network.inside, *command],
             environment={
                 **self._environment,
                 "CKPTD_SOCKET": str(self.place.socket),
                 **environment,
-                **self.home.environment,
+                **self.network.environment,
             },
             stdout=output,
             stderr=errors,

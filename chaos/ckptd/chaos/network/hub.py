@@ -51,11 +51,11 @@ class Hub:
         self._members: dict[str, _Member] = {}
         self._names: dict[bytes, str] = {}
         self._late = 0
-        _write("/proc/sys/net/ipv4/ip_forward", "1")
+        namespaces.set_kernel("ipv4/ip_forward", "1")
         for name in ("all", "default"):
             # Late packets come back by another way than they went.
-            _write(f"/proc/sys/net/ipv4/conf/{name}/rp_filter", "0")
-            _write(f"/proc/sys/net/ipv4/conf/{name}/send_redirects", "0")
+            namespaces.set_kernel(f"ipv4/conf/{name}/rp_filter", "0")
+            namespaces.set_kernel(f"ipv4/conf/{name}/send_redirects", "0")
         self._gate = namespaces.open_tun(_GATE)
         for command in (
             f"link set {_GATE} up",
@@ -181,10 +181,6 @@ class Hub:
         # A packet that does not fit is lost, as on any wire.
         with suppress(OSError):
             os.write(self._gate, packet)
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).write_text(text, encoding="ascii")
 
 
 async def _serve(control: Path, ledger_path: Path) -> None:

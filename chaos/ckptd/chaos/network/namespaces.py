@@ -38,10 +38,9 @@ def missing() -> str:
     if not _TUN.exists():
         return f"there is no {_TUN}"
     try:
-        descriptor = _in_thread(_fresh)
+        _in_thread(_try)
     except OSError as error:
-        return f"network namespaces are not allowed here: {error.strerror}"
-    os.close(descriptor)
+        return f"network namespaces are not allowed here: {error}"
     return ""
 
 
@@ -121,6 +120,15 @@ def run(*command: str, namespace: str | None = None) -> str:
     return done.stdout
 
 
+def set_kernel(name: str, value: str) -> None:
+    """Set a parameter of this namespace, by its name under /proc/sys/net.
+
+    Raises:
+        OSError: It may not be set.
+    """
+    (Path("/proc/sys/net") / name).write_text(value, encoding="ascii")
+
+
 def open_tun(name: str) -> int:
     """Return a TUN interface of this namespace: whole IP packets are read and written. Not blocking.
 
@@ -134,6 +142,13 @@ def open_tun(name: str) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _try() -> None:
+    """Do once what a router needs: a namespace, forwarding (which a container may forbid), a TUN interface."""
+    for descriptor in (_fresh(), open_tun("try")):
+        os.close(descriptor)
+    set_kernel("ipv4/ip_forward", "1")
 
 
 def _fresh() -> int:

@@ -11,17 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ckptd.chaos.cluster.home import Home
+from ckptd.chaos.cluster.fabric import NodeNetwork
 from ckptd.chaos.network import namespaces
 from ckptd.chaos.network.control import Commanded
 from ckptd.chaos.network.hub import LINK, SERVICES, STORE_ADDRESS
-from ckptd.chaos.network.way import AGENT_SETTINGS, STORE_ENDPOINT, Ordering
+from ckptd.chaos.network.way import AGENT_SETTINGS, STORE_ENDPOINT, HelperNetwork
 
 # 10.77.101.11, …: of equal length, and sorted by number of the node first.
 _FIRST_NODE, _FIRST_GENERATION, _LAST_GENERATION = 101, 11, 99
 
 
-class NamespaceNetwork(Ordering):
+class NamespaceNetwork(HelperNetwork):
     """A network of namespaces. For one thread; close it when the run is over.
 
     Args:
@@ -48,15 +48,15 @@ class NamespaceNetwork(Ordering):
             self.close()
             raise
 
-    def join(self, index: int, name: str) -> Home:
-        """Make a namespace for a node: see `Town`."""
+    def join(self, index: int, name: str) -> NodeNetwork:
+        """Make a namespace for a node: see `Fabric`."""
         generation = _FIRST_GENERATION + int(name.partition(".")[2] or 0)
         if generation > _LAST_GENERATION:
             raise ValueError(f"node {index} was replaced too often")
         address = f"10.77.{_FIRST_NODE + index}.{generation}"
         namespace = str(self.helper.ask("join", name=name, addresses=[address])["namespace"])
         self._addresses[index] = address
-        return Home(
+        return NodeNetwork(
             listen=address,
             advertise=address,
             inside=namespaces.entering(namespace),
@@ -67,7 +67,7 @@ class NamespaceNetwork(Ordering):
         """Packets say by their addresses whose they are."""
 
     def address(self, index: int) -> str:
-        """Return the present node's address: see `Town`."""
+        """Return the present node's address: see `Fabric`."""
         return self._addresses[index]
 
     @property

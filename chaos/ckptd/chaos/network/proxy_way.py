@@ -12,16 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ckptd.chaos.cluster.home import Home, Loopback
+from ckptd.chaos.cluster.fabric import Loopback, NodeNetwork
 from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.network.control import Commanded
-from ckptd.chaos.network.way import AGENT_SETTINGS, STORE_ENDPOINT, Ordering
+from ckptd.chaos.network.way import AGENT_SETTINGS, STORE_ENDPOINT, HelperNetwork
 
 _TRIES = 50
 _MARK_PORT = 47_911
 
 
-class ProxyNetwork(Ordering):
+class ProxyNetwork(HelperNetwork):
     """A network of doors. For one thread; close it when the run is over.
 
     Args:
@@ -45,8 +45,8 @@ class ProxyNetwork(Ordering):
             self._mark.close()
             raise
 
-    def join(self, index: int, name: str) -> Home:
-        """Give a node two addresses: its own, and the one that others know: see `Town`."""
+    def join(self, index: int, name: str) -> NodeNetwork:
+        """Give a node two addresses: its own, and the one that others know: see `Fabric`."""
         generation = int(name.partition(".")[2] or 0)
         listen, advertise = (f"{self._range}.{index + 1}.{2 * generation + at}" for at in (1, 2))
         self.helper.ask("node", name=name, listen=listen, advertise=advertise)
@@ -55,10 +55,10 @@ class ProxyNetwork(Ordering):
             url = urlsplit(self._store)
             told = self.helper.ask("door", name="store", source=name, listen=advertise, to=[url.hostname, url.port])
             environment[STORE_ENDPOINT] = f"{url.scheme}://{advertise}:{told['port']}"
-        return Home(listen=listen, advertise=advertise, environment=environment)
+        return NodeNetwork(listen=listen, advertise=advertise, environment=environment)
 
     def agent_started(self, name: str, pid: int) -> None:
-        """Let the doors know whose connections are whose: see `Town`."""
+        """Let the doors know whose connections are whose: see `Fabric`."""
         self.helper.ask("agent", name=name, pid=pid)
 
     def address(self, index: int) -> str:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ckptd.chaos.cluster.home import Town
+from ckptd.chaos.cluster.fabric import Fabric
 from ckptd.chaos.network import namespaces
 from ckptd.chaos.network.control import Commanded
 from ckptd.chaos.network.words import NODES, WAYS, NetworkFault
@@ -25,7 +25,7 @@ AGENT_SETTINGS = {"CKPTD_NODE_GRACE_S": "10"}
 STORE_ENDPOINT = "AWS_ENDPOINT_URL"
 
 
-class Network(Town, Protocol):
+class Network(Fabric, Protocol):
     """What the harness asks of a network that can be hurt."""
 
     way: str
@@ -50,7 +50,7 @@ class Network(Town, Protocol):
         ...
 
 
-class Ordering:
+class HelperNetwork:
     """Faults in, proof out, by a helper process that knows `fault` and `counts`."""
 
     way = ""

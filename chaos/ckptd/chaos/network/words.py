@@ -43,13 +43,13 @@ class NetworkFault:
         """Return it in words."""
         by = f", by {self.way}" if self.way else ""
         if self.kind == "heal":
-            return f"network: heal{by}"
+            return f"heal{by}"
         others = {NODES: "the other nodes", ALL: "the other nodes and the store"}
         first, second = (others.get(end, end) for end in self.between)
         ends = f"from {first} to {second}" if self.kind == "one-way" else f"between {first} and {second}"
         delay = f" of {self.delay_ms} ms" if self.kind == "delay" else ""
         lasts = f" for {self.for_s} s" if self.for_s is not None else ""
-        return f"network: {self.kind}{delay} {ends}{lasts}{by}"
+        return f"{self.kind}{delay} {ends}{lasts}{by}"
 
     def node_numbers(self) -> tuple[int, ...]:
         """Return the numbers of the nodes that are named."""

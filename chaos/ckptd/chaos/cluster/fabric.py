@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Home:
+class NodeNetwork:
     """A node's place in the network.
 
     Attributes:
@@ -27,10 +27,10 @@ class Home:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-class Town(Protocol):
+class Fabric(Protocol):
     """A network that nodes and launchers live in."""
 
-    def join(self, index: int, name: str) -> Home:
+    def join(self, index: int, name: str) -> NodeNetwork:
         """Give the node `name`, with the number `index`, a place."""
         ...
 
@@ -54,10 +54,10 @@ class Loopback:
     # 127.0.0.101, …: of equal length, so that they sort as numbers do.
     _FIRST_ADDRESS = 101
 
-    def join(self, index: int, name: str) -> Home:
+    def join(self, index: int, name: str) -> NodeNetwork:
         """Give the loopback address to everybody."""
         del index, name
-        return Home()
+        return NodeNetwork()
 
     def agent_started(self, name: str, pid: int) -> None:
         """Nobody needs to know."""
