@@ -26,6 +26,8 @@ SCRIPT = (str(HERE / "fixtures" / "tiny_trainer.py"), "--root", "{root}", "--dig
 SEED = 7
 # Local files: all of them. SeaweedFS: those in which the store or its answers matter most.
 OF_STORES = ("store-outage", "store-slow-down")
+# What the network does is in test_chaos_network.
+OF_NETWORKS = tuple(name for name in scenario_names() if any(fault.network is not None for fault in load(name).faults))
 ON_S3 = ("agent-killed-mid-upload", "node-lost", "rank-killed-while-uploading", "zombie-coordinator", *OF_STORES)
 
 
@@ -51,7 +53,7 @@ def trial(name: str, store: str, tmp_path: Path, undisturbed: Path, *more: str) 
 @pytest.mark.parametrize(
     ("name", "store"),
     [
-        *((name, "local") for name in scenario_names() if name not in OF_STORES),
+        *((name, "local") for name in scenario_names() if name not in (*OF_STORES, *OF_NETWORKS)),
         *(pytest.param(name, "s3", marks=pytest.mark.s3) for name in ON_S3),
     ],
 )

@@ -89,13 +89,19 @@ def test_every_scenario_of_the_package_can_be_read() -> None:
     """All nine are there, and each says what it proves."""
     assert scenario_names() == [
         "agent-killed-mid-upload",
+        "connections-reset",
         "coordinator-killed-after-decision",
         "coordinator-killed-before-decision",
+        "coordinator-partitioned",
         "everything-killed",
         "everything-lost",
         "node-lost",
+        "one-way-loss",
+        "partition-for-good",
+        "partition-heals",
         "rank-killed-between-saves",
         "rank-killed-while-uploading",
+        "slow-network",
         "store-outage",
         "store-slow-down",
         "zombie-coordinator",
@@ -109,7 +115,7 @@ def test_every_scenario_of_the_package_can_be_read() -> None:
 
 def test_an_unknown_scenario_is_refused_with_all_names() -> None:
     """Whoever mistypes a name sees the names."""
-    with pytest.raises(ScenarioError, match="there are: agent-killed-mid-upload, coordinator"):
+    with pytest.raises(ScenarioError, match="there are: agent-killed-mid-upload, connections"):
         load("node-loost")
 
 

@@ -16,10 +16,14 @@ import grpc.aio
 import pytest
 from fixtures.raw_rank import run_credentials
 
+from ckptd.chaos.network.flows import Flows
+from ckptd.chaos.network.relay import Relay
+from ckptd.chaos.store_proxy.ledger import Ledger
 from ckptd.daemon import rpc
 from ckptd.daemon.errors import DaemonError, FencedError, make_error
-from ckptd.protos import agent_pb2, agent_pb2_grpc, error_pb2
+from ckptd.protos import agent_pb2, agent_pb2_grpc, coordinator_pb2_grpc, error_pb2
 from ckptd.protos.agent_pb2 import HelloRequest
+from ckptd.protos.coordinator_pb2 import PingReply, PingRequest
 from ckptd.protos.error_pb2 import Error
 
 DEADLINE_S = 10.0
@@ -230,3 +234,38 @@ def test_what_is_no_socket_is_never_removed(folder: Path) -> None:
 def test_an_endpoint_is_one_that_can_be_taken_apart_again(host: str, endpoint: str) -> None:
     """An IPv6 address gets the brackets without which its port cannot be told from it."""
     assert rpc.endpoint_of(host, 7) == endpoint
+
+
+class _Pinged(coordinator_pb2_grpc.CoordinatorServicer):
+    async def Ping(self, request: Any, context: Any) -> PingReply:  # noqa: N802 - the name in the .proto
+        del request, context
+        return PingReply(run_id="far away")
+
+
+def test_a_handshake_over_a_slow_line_is_waited_for(tmp_path: Path) -> None:
+    """Half a second there and back, or a host that answers as late: TCP and TLS together take longer, and are waited for."""
+
+    async def play() -> str:
+        credentials, server = run_credentials(), rpc.new_server()
+        coordinator_pb2_grpc.add_CoordinatorServicer_to_server(_Pinged(), server)  # type: ignore[abstract]
+        port = server.add_secure_port("127.0.0.1:0", rpc.server_credentials(credentials))
+        await server.start()
+        ledger = Ledger(tmp_path / "faults.jsonl")
+        flows = Flows(ledger, "proxy")
+        relay = Relay(flows)
+        door = {"do": "door", "name": "0", "source": "1", "listen": "127.0.0.1", "to": ["127.0.0.1", port]}
+        outside = (await relay.answer(door))["port"]
+        await relay.answer({"do": "fault", "number": 0, "kind": "delay", "one": ["1"], "other": None, "delay_s": 0.25})
+        try:
+            async with rpc.pinned_channel(f"127.0.0.1:{outside}", credentials.certificate) as channel:
+                stub: Any = coordinator_pb2_grpc.CoordinatorStub(channel)
+                answer: PingReply = await stub.Ping(PingRequest(), timeout=DEADLINE_S)
+                assert flows.counts()["0"][0] > 4, "the line was not slow"
+                return answer.run_id
+        finally:
+            await relay.close()
+            await server.stop(None)
+            flows.close()
+            ledger.close()
+
+    assert asyncio.run(play()) == "far away"

@@ -24,6 +24,7 @@ from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.evidence import EvidenceError
 from ckptd.chaos.matrix_cli import failpoints, matrix
+from ckptd.chaos.network.words import WAYS
 from ckptd.chaos.progress import Progress
 from ckptd.chaos.report import render
 from ckptd.chaos.reports.rebuild import rebuild
@@ -91,11 +92,16 @@ def run(
         bool,
         typer.Option("--twice/--once", help="Do the undisturbed run twice, to see that the script is deterministic."),
     ] = True,
+    network: Annotated[
+        str, typer.Option(help="How the network is hurt: netns, proxy; auto: netns where allowed.")
+    ] = "auto",
     timeout: Annotated[float, typer.Option(min=1, help="Bound of each run, seconds.")] = 600.0,
 ) -> None:
     """Run SCRIPT under a scenario: 0 pass, 1 fail, 3 unknown, 2 wrong usage."""
     if store not in STORES:
         _refuse(f"--store is {store!r}; allowed: {', '.join(STORES)}")
+    if network not in ("auto", *WAYS):
+        _refuse(f"--network is {network!r}; allowed: auto, {', '.join(WAYS)}")
     try:
         read = load(scenario)
     except ScenarioError as error:
@@ -115,6 +121,7 @@ def run(
         out=folder,
         limits=Limits(run=timedelta(seconds=timeout), relaunches=len(read.faults) + 3),
         observe=progress.see,
+        network=network,
     )
     try:
         with progress:

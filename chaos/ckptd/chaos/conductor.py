@@ -193,7 +193,7 @@ class Conductor:
         self._cluster.await_agents()
         for node in self._cluster.nodes:
             self._watcher.follow_events(node.place.events, node.source)
-        launch = self._cluster.launch(self._script, {**self._environment, **self._takeover()})
+        launch = self._cluster.launch(self._script, self._environment)
         for node in launch.nodes:
             self._watcher.follow_output(launch.outputs[node.index], f"script {launch.number}")
             self._watcher.follow_events(self._cluster.client_events(node, launch.number), f"client {node.index}")
@@ -202,12 +202,6 @@ class Conductor:
         self._launch_was_harmed = self._launch_is_given_up = False
         self._say("launched", launch=launch.number)
         return launch
-
-    def _takeover(self) -> dict[str, str]:
-        # A node that hangs counts as alive until its connections are given up. Whoever replaces it knows better, and says so;
-        # a coordinator that hangs does not answer, and is not waited for.
-        hung = any(node.index != 0 and not node.is_lost for node in self._cluster.gone)
-        return {"CKPTD_TAKEOVER": "1"} if hung else {}
 
     def restart_failpoints(self, node: int) -> str:
         """Return the failpoints that an agent of a node is given when it is started again now."""
@@ -233,7 +227,7 @@ class Conductor:
             return
         self._harmed |= set(harm.pids)
         # Nobody dies of what the store does.
-        self._launch_was_harmed |= bool(harm.pids) or harm.ends_launch
+        self._launch_was_harmed |= bool(harm.pids) or harm.ends_launch or harm.may_end_launch
         self._launch_is_given_up |= harm.is_silent
         for node in harm.replace:
             fresh = self._cluster.replace(node)
@@ -273,7 +267,14 @@ class Conductor:
         fault = self._injector.pending
         if fault is not None and fault.do == "continue":
             self._suffer(self._injector.strike_now())
-        zombies = {node.source for node in self._cluster.gone if not node.is_lost and not node.is_paused}
+        zombies = {
+            node.source
+            for node in self._cluster.gone
+            if not node.is_lost
+            and not node.is_paused
+            # One that is cut off hears nothing from its coordinator; if it plays that itself, it hears from the store.
+            and (not node.is_cut_off or self._history.of("claimed", source=node.source))
+        }
         if not zombies:
             return
         end = time.monotonic() + self._limits.woken.total_seconds()

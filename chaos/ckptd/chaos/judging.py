@@ -33,6 +33,7 @@ def judge(record: Record, out: Path) -> Report:
         out=out,
         begun=record.begun,
         seconds=record.seconds,
+        network=record.network,
         versions=record.versions,
         source=record.scenario.source,
         told_replay=record.replay,

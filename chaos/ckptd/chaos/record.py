@@ -40,6 +40,7 @@ class Record:
         begun: When it began, seconds since the epoch.
         seconds: The whole trial took.
         versions: Of ckptd, Python, torch and the machine.
+        network: How the network was to be hurt: auto, netns or proxy.
         problem: Why nothing could be judged; empty if it could.
         replay: The line that runs the same again; empty: `ckptd chaos run` with what is said above.
         undisturbed: Evidence of the run nobody hurt; None where it did not get through.
@@ -57,6 +58,7 @@ class Record:
     begun: float = 0.0
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
+    network: str = "auto"
     problem: str = ""
     replay: str = ""
     undisturbed: Evidence | None = None

@@ -45,6 +45,7 @@ class Report:
         begun: When it began, seconds since the epoch.
         versions: Of what ran.
         diagnosis: Where the hurt run diverged first, and advice; None if it did not.
+        network: What was asked for of `--network`.
         figures: Distributions of stall, durability lag, restore and recovery time.
         source: The file that the scenario was read from; empty: it is one of the package's.
         told_replay: The line that runs the same again; empty: that of `ckptd chaos run`.
@@ -70,6 +71,7 @@ class Report:
     figures: tuple[Figure, ...] = ()
     source: str = ""
     told_replay: str = ""
+    network: str = "auto"
 
     @property
     def replay(self) -> str:
@@ -78,6 +80,7 @@ class Report:
             return self.told_replay
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
+        options += ["--network", self.network] if self.network != "auto" else []
         return shlex.join(["ckptd", "chaos", "run", self.source or self.scenario, *options, "--", *self.command])
 
     def to_dict(self) -> dict[str, Any]:

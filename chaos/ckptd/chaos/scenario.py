@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckptd.chaos.network.words import NetworkFault
+
 DEEDS = ("kill", "stop", "continue", "lose")
 TARGETS = ("rank", "agent", "node", "coordinator", "all")
 TIERS = ("memory", "mixed", "store")
@@ -83,16 +85,18 @@ class Fault:
     """One thing that is done to the job. Faults strike in order, each after the one before it.
 
     Attributes:
-        do: One of DEEDS, or "store".
-        target: To whom; of kind "store" when the store does something.
+        do: One of DEEDS, or "store", or "network".
+        target: To whom; of kind "store" or "network" when one of these does something.
         at: When.
         store: What the store does; None for other deeds.
+        network: What the network does; None for other deeds.
     """
 
     do: str
     target: Target
     at: Moment
     store: StoreFault | None = None
+    network: NetworkFault | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from ckptd.chaos.network.reader import NETWORK_KEYS, WordError, read_network_fault
 from ckptd.chaos.scenario import DEEDS, TARGETS, TIERS, Expectation, Fault, Moment, Scenario, StoreFault, Target
 from ckptd.chaos.store_proxy.orders import OrderError, from_json
 from ckptd.storage_backends.fault_script import FaultKind, Op
@@ -97,11 +98,13 @@ class _Reader:
     def _fault(self, table: Mapping[str, object], where: str) -> Fault:
         if table.get("do") == "store":
             return self._fault_of_store(table, where)
+        if table.get("do") == "network":
+            return self._fault_of_network(table, where)
         self._only(table, ("do", "target", "at"), where)
         target = self._target(self._text(table, "target", f"{where}.target") or "", f"{where}.target")
-        do = self._choice(table, "do", (*DEEDS, "store"), f"{where}.do")
+        do = self._choice(table, "do", (*DEEDS, "store", "network"), f"{where}.do")
         if do is None:
-            raise self._error(f"{where}.do", f"a fault needs do, one of {', '.join(DEEDS)}, store")
+            raise self._error(f"{where}.do", f"a fault needs do, one of {', '.join(DEEDS)}, store, network")
         if do not in _DEEDS_OF[target.kind]:
             allowed = ", ".join(_DEEDS_OF[target.kind])
             raise self._error(f"{where}.do", f"{do} cannot be done to {target.kind}; allowed: {allowed}")
@@ -140,6 +143,17 @@ class _Reader:
             raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
         store = StoreFault(kind=kind, op=op, prefix=prefix, times=times, **order)
         return Fault(do="store", target=Target(kind="store"), at=moment, store=store)
+
+    def _fault_of_network(self, table: Mapping[str, object], where: str) -> Fault:
+        self._only(table, ("do", "at", *NETWORK_KEYS), where)
+        try:
+            network = read_network_fault(table)
+        except WordError as error:
+            raise self._error(f"{where}.{error.key}", str(error)) from None
+        moment = self._moment(self._table(table, "at", _MOMENT_KEYS, f"{where}.at"), f"{where}.at")
+        if moment.failpoint:
+            raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
+        return Fault(do="network", target=Target(kind="network"), at=moment, network=network)
 
     def _match(self, text: str, where: str) -> tuple[str | None, str]:
         """Read "put", "chunks/" or "put chunks/"; a prefix ends with a slash or has one in it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from ckptd.chaos.network.words import NetworkFault
 from ckptd.chaos.scenario import Fault, Moment, Scenario, StoreFault
 
 
@@ -21,11 +22,12 @@ class PlannedFault:
 
     Attributes:
         index: Position in the schedule, from 0.
-        do: Word of the scenario: kill, stop, continue, lose, store.
-        kind: Kind of the target: rank, agent, node, coordinator, all, store.
+        do: Word of the scenario: kill, stop, continue, lose, store, network.
+        kind: Kind of the target: rank, agent, node, coordinator, all, store, network.
         which: Number of the rank, agent or node; None for the others.
         at: When.
         store: What the store does; None for other deeds.
+        network: What the network does; None for other deeds.
     """
 
     index: int
@@ -34,10 +36,13 @@ class PlannedFault:
     which: int | None
     at: Moment
     store: StoreFault | None = None
+    network: NetworkFault | None = None
 
     @property
     def target(self) -> str:
         """The target in words, e.g. "rank 3"."""
+        if self.network is not None:
+            return str(self.network)
         if self.store is not None:
             return " ".join(part for part in ("store:", self.store.kind, self.store.op, self.store.prefix) if part)
         return self.kind if self.which is None else f"{self.kind} {self.which}"
@@ -75,6 +80,9 @@ def schedule(scenario: Scenario, *, nnodes: int, nproc: int, seed: int) -> tuple
             f"scenario {scenario.name} needs at least {scenario.min_nodes} nodes and {scenario.min_ranks} ranks, "
             f"not {nnodes} nodes with {nproc} ranks each; raise --nnodes or --nproc"
         )
+    for fault in scenario.faults:
+        if fault.network is not None and (why := fault.network.misfit(nnodes)):
+            raise ScheduleError(f"scenario {scenario.name}: {why}")
     # Text, not hash(): that one differs from process to process.
     chance = random.Random(f"{scenario.name}/{nnodes}/{nproc}/{seed}")
     return tuple(
@@ -85,6 +93,7 @@ def schedule(scenario: Scenario, *, nnodes: int, nproc: int, seed: int) -> tuple
             which=_which(fault, nnodes, nproc, chance),
             at=fault.at,
             store=fault.store,
+            network=fault.network,
         )
         for index, fault in enumerate(scenario.faults)
     )

@@ -22,6 +22,7 @@ from ckptd.chaos.conductor import Conductor, Limits, Performance
 from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, rates_of, read_audits, read_digests
 from ckptd.chaos.history import Event
 from ckptd.chaos.judging import judge, nondeterminism
+from ckptd.chaos.network.way import NotRunError, choose_way, open_network
 from ckptd.chaos.record import Record, save_record, versions
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.write import write_report
@@ -49,6 +50,7 @@ class Stage:
         spawn_ranks: Starts launchers.
         read_root: Reads a root's facts (URL, variables of the store); None: roots are not read.
         observe: Is told (name of the run, event) as events are seen.
+        network: How the network is hurt: netns, proxy, or auto (namespaces where they are allowed).
     """
 
     nnodes: int
@@ -62,6 +64,7 @@ class Stage:
     spawn_ranks: Spawn = Leashed
     read_root: Callable[..., RootFacts] | None = read_root
     observe: Callable[[str, Event], None] = lambda _run, _event: None
+    network: str = "auto"
 
 
 class TrialError(Exception):
@@ -83,17 +86,20 @@ def perform(
     filled = {"{root}": root, "{digests}": str(digests), "{out}": str(folder / "out.json")}
     script = [_filled(part, filled) for part in stage.command]
     proxied = proxied_store(store, folder, root, faults)
+    variables = {**store.environment(), **(proxied.environment() if proxied is not None else {})}
+    network = open_network(stage.network, folder, variables, faults)
     cluster = Cluster(
         nnodes=stage.nnodes,
         nproc=stage.nproc,
         folder=folder,
-        launcher=stage.launcher(folder),
-        environment={**store.environment(), **(proxied.environment() if proxied is not None else {})},
+        launcher=Torchrun(folder, network) if stage.launcher is Torchrun else stage.launcher(folder),
+        environment=variables,
         agent=stage.agent,
         failpoints=agent_failpoints,
         arm=lambda node, _start: conductor.restart_failpoints(node),
         spawn_agent=stage.spawn_agent,
         spawn_ranks=stage.spawn_ranks,
+        network=network,
     )
     cluster.proxied = proxied
     conductor = Conductor(
@@ -108,6 +114,8 @@ def perform(
         performance = conductor.perform()
         if proxied is not None:
             performance = replace(performance, struck=proxied.proved(performance.struck))
+        if network is not None:
+            performance = replace(performance, struck=network.proved(performance.struck))
         facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
         evidence = Evidence(
             losses=losses_of(performance.history),
@@ -119,6 +127,8 @@ def perform(
     except (ProcessError, EvidenceError, StorageError) as error:
         raise TrialError(f"the {name} run cannot be judged: {error}") from error
     finally:
+        if network is not None:
+            network.close()
         if proxied is not None:
             proxied.close()
     return performance, evidence
@@ -155,8 +165,10 @@ def run_trial(
         command=stage.command,
         begun=round(time.time(), 3),
         versions=versions(),
+        network=stage.network,
     )
     try:
+        choose_way(stage.network, faults, has_endpoint=store == "s3")
         with open_store(store, stage.out / "store") as opened:
             undisturbed, repeat = undisturbed_runs(stage, opened, store, cache_folder, twice=twice)
             record = replace(record, undisturbed=undisturbed, repeat=repeat)
@@ -165,7 +177,7 @@ def run_trial(
                     stage, opened, "hurt", faults=faults, agent_failpoints=scenario.agent_failpoints
                 )
                 record = replace(record, performance=performance, hurt=hurt)
-    except (TrialError, RuntimeError, TimeoutError, OSError) as error:
+    except (TrialError, NotRunError, RuntimeError, TimeoutError, OSError) as error:
         record = replace(record, problem=str(error) or repr(error))
     record = replace(record, seconds=round(time.monotonic() - begun, 3))
     save_record(record, stage.out)

@@ -36,7 +36,7 @@ _OPTIONS = [
     ("grpc.enable_http_proxy", 0),  # http_proxy in the environment would catch calls to a local agent
     ("grpc.use_local_subchannel_pool", 1),  # several Checkpointers must not share a broken connection
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 5_000),  # the longest time one attempt may take; pauses are the other two
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", 4 << 20),
 ]

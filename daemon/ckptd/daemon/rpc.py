@@ -36,6 +36,8 @@ MAX_SOCKET_PATH = 107
 """sun_path of Linux, less the final zero."""
 
 _KEEPALIVE_MS = 20_000
+# Long enough for a line of a second, or a host that is out of breath; short enough to try anew soon after a cut.
+_CONNECT_MS = 5_000
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),  # http_proxy in the environment would catch calls to localhost
     ("grpc.so_reuseport", 0),  # two servers must never share a port silently
@@ -46,7 +48,8 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    # What its name does not say: the longest time one attempt may take, TCP, TLS and all. Pauses are the other two.
+    ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
     ("grpc.max_reconnect_backoff_ms", 2_000),
 ]
 

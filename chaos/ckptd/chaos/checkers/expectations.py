@@ -71,11 +71,12 @@ def expected_fencing(case: Case) -> Finding:
     if not case.scenario.expect.fenced:
         return Finding.passed("expected_fencing", "nothing special expected")
     history = case.performance.history
-    woken = history.of("fault", source="harness", where=lambda e: e.fields.get("do") == "continue")
+    woken = history.of("fault", source="harness", where=lambda e: e.fields.get("do") in ("continue", "network"))
+    # Of several faults of the network the last one lets it speak again.
     replaced = history.of("node_replaced", source="harness")
     if not woken or not replaced:
         return Finding.unknown("expected_fencing", "no zombie was woken")
-    zombie, since = f"agent {replaced[0].fields['node']}", woken[0].t
+    zombie, since = f"agent {replaced[0].fields['node']}", woken[-1].t
     for wrong in _zombie_sins(case, zombie, since):
         return Finding.failed("expected_fencing", FailureClass.SPLIT_HISTORY, wrong)
     return Finding.passed("expected_fencing", f"{zombie} was fenced")

@@ -18,14 +18,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
+from ckptd.chaos.cluster.fabric import Loopback
 from ckptd.chaos.cluster.fork_server import TAG, process_name
 from ckptd.chaos.cluster.launcher import Launcher
 from ckptd.chaos.cluster.node import AGENT_COMMAND, Node, Place
 from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
 from ckptd.chaos.cluster.proxied import ProxiedStore
 from ckptd.chaos.watch import read_tail, wait_until
+
+if TYPE_CHECKING:
+    from ckptd.chaos.network.way import Network
 
 _READY_DEADLINE = timedelta(seconds=60)
 _TERM_GRACE = timedelta(seconds=3)
@@ -62,8 +66,10 @@ class Launch:
         return all(code == 0 for code in self.codes().values())
 
     def end(self) -> None:
-        """End what still runs, as a scheduler does: SIGTERM, some seconds, SIGKILL. Paused nodes are left alone."""
-        running = [n.ranks for n in self.nodes if not n.is_paused and n.ranks is not None and n.ranks.poll() is None]
+        """End what still runs, as a scheduler does: SIGTERM, some seconds, SIGKILL; not on nodes out of reach."""
+        running = [
+            n.ranks for n in self.nodes if not n.is_out_of_reach and n.ranks is not None and n.ranks.poll() is None
+        ]
         for ranks in running:
             ranks.signal(signal.SIGTERM)
         wait_until(lambda: all(ranks.poll() is not None for ranks in running), within=_TERM_GRACE)
@@ -91,6 +97,7 @@ class Cluster:
         arm: Returns more of them for one process: number of the node, how many-th agent process there, from 1.
         spawn_agent: Starts agents.
         spawn_ranks: Starts launchers.
+        network: What the nodes stand in, where it can be hurt; None: the loopback. The caller closes it.
     """
 
     def __init__(
@@ -106,6 +113,7 @@ class Cluster:
         arm: Callable[[int, int], str] = lambda _node, _start: "",
         spawn_agent: Spawn = Leashed,
         spawn_ranks: Spawn = Leashed,
+        network: Network | None = None,
     ) -> None:
         self.nnodes, self.nproc, self.folder = nnodes, nproc, folder
         self.tag = secrets.token_hex(4)
@@ -124,6 +132,8 @@ class Cluster:
         self._janitor: Leashed | None = None
         self.proxied: ProxiedStore | None = None
         """The store as its processes see it, where it can be made to fail."""
+        self.network = network
+        self._fabric = network or Loopback()
         self.nodes: list[Node] = []
         self.gone: list[Node] = []
         """Nodes that were lost or replaced, also paused ones that still live."""
@@ -154,6 +164,7 @@ class Cluster:
         node.start_agent(";".join(filter(None, (self._failpoints, once, self._arm(node.index, start)))))
         if node.agent is not None:
             self.agent_pids[node.index, start] = node.agent.pid
+            self._fabric.agent_started(node.place.name, node.agent.pid)
 
     def await_agents(self) -> None:
         """Wait until the agents of all nodes listen.
@@ -209,7 +220,7 @@ class Cluster:
 
     def end_agents(self) -> dict[str, int | None]:
         """Ask all agents to end in order; return each one's exit code by its source, None where it had to be killed."""
-        running = [n for n in self.nodes if n.agent is not None and n.agent.poll() is None and not n.is_paused]
+        running = [n for n in self.nodes if n.agent is not None and n.agent.poll() is None and not n.is_out_of_reach]
         for node in running:
             if node.agent is not None:
                 node.agent.signal(signal.SIGTERM)
@@ -264,4 +275,5 @@ class Cluster:
             self._agent_command,
             spawn_agent=self._spawn_agent,
             spawn_ranks=self._spawn_ranks,
+            network=self._fabric.join(index, name),
         )

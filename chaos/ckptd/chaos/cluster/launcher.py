@@ -1,7 +1,7 @@
 """Starts the ranks of one node: torchrun, with a rendezvous that the harness hosts.
 
 Owns: the launcher's command line. Does not own: the processes (`launch`). Ranks are numbered by node: the rendezvous
-sorts nodes by address, and each node has a loopback address of its own. `max-restarts` is 0: the harness starts the
+sorts nodes by address, and each node has an address of its own. `max-restarts` is 0: the harness starts the
 job again itself, as an operator's scheduler would.
 """
 
@@ -14,12 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+from ckptd.chaos.cluster.fabric import Fabric, Loopback
 from ckptd.chaos.cluster.process import Leashed, ProcessError
 from ckptd.chaos.watch import read_tail, wait_until
 
 _START_DEADLINE = timedelta(seconds=90)
-# 127.0.0.101, …: of equal length, so that they sort as numbers do.
-_FIRST_ADDRESS = 101
 MOST_NODES = 150
 
 
@@ -44,9 +43,11 @@ class Torchrun:
 
     Args:
         folder: Where the rendezvous keeps its log and its port.
+        fabric: The network that it and the ranks live in.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, fabric: Fabric | None = None) -> None:
+        self._fabric: Fabric = fabric or Loopback()
         self._port_file = folder / "rendezvous.port"
         self._log = folder / "rendezvous.log"
         self._logs = folder / "torchrun"
@@ -56,7 +57,13 @@ class Torchrun:
         """Start the rendezvous; it is there some seconds later."""
         if self._host is None:
             self._host = Leashed(
-                [sys.executable, "-m", "ckptd.chaos.cluster.rendezvous", str(self._port_file)],
+                [
+                    *self._fabric.services[0],
+                    sys.executable,
+                    "-m",
+                    "ckptd.chaos.cluster.rendezvous",
+                    str(self._port_file),
+                ],
                 environment=os.environ,
                 stdout=self._log,
             )
@@ -78,10 +85,10 @@ class Torchrun:
             *("--max-restarts", "0"),
             *("--rdzv-backend", "c10d"),
             *("--rdzv-id", f"launch-{launch}"),
-            *("--rdzv-endpoint", f"127.0.0.1:{self._port_file.read_text()}"),
+            *("--rdzv-endpoint", f"{self._fabric.services[1]}:{self._port_file.read_text()}"),
             # Short keep-alives: a torchrun that ends waits for its last one.
             *("--rdzv-conf", "is_host=false,keep_alive_interval=1,keep_alive_max_attempt=30"),
-            *("--local-addr", f"127.0.0.{_FIRST_ADDRESS + node}"),
+            *("--local-addr", self._fabric.address(node)),
             # Its own choice is a temporary folder, which it leaves behind when it is killed.
             *("--log-dir", str(self._logs)),
             *script,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from ckptd.chaos.cluster.fabric import NodeNetwork
 from ckptd.chaos.cluster.process import Leashed, Spawn, Tree
 
 AGENT_COMMAND = (sys.executable, "-m", "ckptd.daemon.cli", "agent")
@@ -78,10 +79,14 @@ class Node:
         *,
         spawn_agent: Spawn = Leashed,
         spawn_ranks: Spawn = Leashed,
+        network: NodeNetwork | None = None,
     ) -> None:
         self.index = index
         self.place = place
+        self.network = network or NodeNetwork()
         self.is_paused = False
+        self.is_cut_off = False
+        """Nobody reaches it, and it lives on."""
         self.is_lost = False
         self.agent: Tree | None = None
         self.ranks: Tree | None = None
@@ -94,6 +99,11 @@ class Node:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @property
+    def is_out_of_reach(self) -> bool:
+        """Whether a scheduler cannot end what runs here."""
+        return self.is_paused or self.is_cut_off
+
+    @property
     def source(self) -> str:
         """The agent's name in the history."""
         return f"agent {self.place.name}"
@@ -101,7 +111,9 @@ class Node:
     def start_agent(self, failpoints: str = "") -> None:
         """Start an agent process on the node's folders, in the place of the one before; returns before it listens."""
         place = self.place
-        environment = self._environment | {
+        environment = {
+            **self._environment,
+            **self.network.environment,
             "CKPTD_FAILPOINTS": failpoints,
             "CKPTD_FAILPOINT_LOG": str(place.failpoints),
             "CKPTD_EVENT_LOG": str(place.events),
@@ -113,12 +125,13 @@ class Node:
         (place.run_dir / "agent.json").unlink(missing_ok=True)
         self.agent = self._spawn_agent(
             [
+                *self.network.inside,
                 *self._agent_command,
                 *("--run-dir", str(place.run_dir)),
                 *("--data-dir", str(place.data_dir)),
                 *("--shm-dir", str(place.shm_dir)),
-                *("--listen", "127.0.0.1"),
-                *("--advertise", "127.0.0.1"),
+                *("--listen", self.network.listen),
+                *("--advertise", self.network.advertise),
             ],
             environment=environment,
             stdout=place.agent_log,
@@ -146,8 +159,13 @@ class Node:
             self.ranks.kill()
         self._launch_folder = output.parent
         self.ranks = self._spawn_ranks(
-            command,
-            environment=self._environment | {"CKPTD_SOCKET": str(self.place.socket)} | dict(environment),
+            [*self.network.inside, *command],
+            environment={
+                **self._environment,
+                "CKPTD_SOCKET": str(self.place.socket),
+                **environment,
+                **self.network.environment,
+            },
             stdout=output,
             stderr=errors,
         )

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.history import Event, History
+from ckptd.chaos.nemesis.network import cut
 from ckptd.chaos.nemesis.process import Harm, NemesisError, strike
 from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import Tail
@@ -165,7 +166,11 @@ class Injector:
                 harm = Harm(pids=(int(cause.fields["pid"]),))
                 fate = replace(fate, t=cause.t)
             else:
-                harm = strike(fault, self._cluster, coordinator=self._cluster.nodes[self.coordinator_index()])
+                coordinator = self._cluster.nodes[self.coordinator_index()]
+                if fault.network is not None:
+                    harm = cut(fault.network, fault.index, self._cluster, coordinator=coordinator)
+                else:
+                    harm = strike(fault, self._cluster, coordinator=coordinator)
             fate = replace(fate, fired=True, pids=harm.pids, note="")
         except NemesisError as error:
             if may_wait:

@@ -33,6 +33,7 @@ class Harm:
         ends_launch: The job cannot go on.
         is_silent: It cannot go on, but no process of it will end by itself: the scheduler gives the node up.
         is_pause: The processes only stand still, or go on: nobody dies, and the job is the same.
+        may_end_launch: Ranks may die of it, or not.
     """
 
     pids: tuple[int, ...]
@@ -40,6 +41,7 @@ class Harm:
     ends_launch: bool = False
     is_silent: bool = False
     is_pause: bool = False
+    may_end_launch: bool = False
 
 
 def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
