@@ -20,6 +20,7 @@ from ckptd.daemon.arena import Arena
 from ckptd.daemon.chunks import stream_layout
 from ckptd.daemon.errors import DaemonError, FormatError
 from ckptd.daemon.fetcher import Fetcher
+from ckptd.daemon.shared_files import is_full, no_space
 from ckptd.daemon.slots import SlotFile, SlotHeader, SlotPool, SlotState
 from ckptd.daemon.snapshots import RankPlan, Snapshot, Stage
 from ckptd.daemon.telemetry import EventLog
@@ -177,6 +178,7 @@ class HeldJob:
                     snapshot.stage is Stage.COMMITTED
                     and mine is not None
                     and not snapshot.readers
+                    and not self.uploads.is_reading(snapshot)
                     and mine.number < slots
                 ):
                     number = mine.number
@@ -296,8 +298,9 @@ class HeldJob:
     # ------------------------------------------------------------ outcomes
 
     def committed(self, snapshot: Snapshot) -> None:
-        """The step counts: its slots stay as the memory tier until they are needed."""
+        """The step counts: its slots stay as the memory tier until they are needed. Nothing of it needs uploading any more."""
         snapshot.stage = Stage.COMMITTED
+        snapshot.cancel.set()
 
     def close(self) -> None:
         """Stop uploads; slots and files stay for the next agent."""
@@ -333,6 +336,12 @@ def _snapshot_name(digest: str, timeline: str, step: int) -> str:
 def _write(path: Path, data: bytes) -> None:
     """Write a small file whole: a reader sees the old one or the new one."""
     fresh = path.with_suffix(".new")
-    fresh.touch(mode=0o600)
-    fresh.write_bytes(data)
-    fresh.replace(path)
+    try:
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        if is_full(error):
+            raise no_space(path.parent, len(data), error) from error
+        raise

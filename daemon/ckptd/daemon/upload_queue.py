@@ -118,7 +118,9 @@ class UploadQueue:
                     continue
                 snapshot.failed = wire_error(failure, phase="upload", step=about.step, node=self._node)
             else:
-                snapshot.stage = Stage.SEALED
+                # What was adopted may have been listed already, and its node be told so in the midst of the upload.
+                if snapshot.stage is not Stage.COMMITTED:
+                    snapshot.stage = Stage.SEALED
                 failpoint("uploader.before_told")
             self._on_change(snapshot)
             return
