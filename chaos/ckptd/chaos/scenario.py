@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckptd.chaos.local_faults import LocalFault
+
 DEEDS = ("kill", "stop", "continue", "lose")
 TARGETS = ("rank", "agent", "node", "coordinator", "all")
 TIERS = ("memory", "mixed", "store")
@@ -78,16 +80,18 @@ class Fault:
     """One thing that is done to the job. Faults strike in order, each after the one before it.
 
     Attributes:
-        do: One of DEEDS, or "store".
-        target: To whom; of kind "store" when the store does something.
+        do: One of DEEDS, "store", or one of `local_faults.LOCAL_DEEDS`.
+        target: To whom; of kind "store" when the store does something, or its disk.
         at: When.
         store: What the store does; None for other deeds.
+        local: What a process, disk or clock does, where the deed says more than its name; else None.
     """
 
     do: str
     target: Target
     at: Moment
     store: StoreFault | None = None
+    local: LocalFault | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +103,7 @@ class Expectation:
             replica that a rank of another node wrote comes from the store.
         restored_step: "fault": the first launch after the first fault goes on from the very step that was in flight.
         committed: "fault": the step that was in flight at the first fault is listed in the end, saved by that run.
+            "after": a step that was begun when the last fault was over is.
         relaunches: Fewest and most launches after the first one; None: as many as faults that end a launch.
         fenced: A process that was stopped and woken reports that it is fenced.
         lost_steps_max: Most steps that may be trained again after each fault; None: any number.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from ckptd.chaos.local_faults import LocalFault
 from ckptd.chaos.scenario import Fault, Moment, Scenario, StoreFault
 
 
@@ -21,11 +22,12 @@ class PlannedFault:
 
     Attributes:
         index: Position in the schedule, from 0.
-        do: Word of the scenario: kill, stop, continue, lose, store.
+        do: Word of the scenario: kill, stop, continue, lose, store, or one of `local_faults.LOCAL_DEEDS`.
         kind: Kind of the target: rank, agent, node, coordinator, all, store.
         which: Number of the rank, agent or node; None for the others.
         at: When.
         store: What the store does; None for other deeds.
+        local: What a process, disk or clock does; None for other deeds.
     """
 
     index: int
@@ -34,13 +36,15 @@ class PlannedFault:
     which: int | None
     at: Moment
     store: StoreFault | None = None
+    local: LocalFault | None = None
 
     @property
     def target(self) -> str:
         """The target in words, e.g. "rank 3"."""
         if self.store is not None:
             return " ".join(part for part in ("store:", self.store.kind, self.store.op, self.store.prefix) if part)
-        return self.kind if self.which is None else f"{self.kind} {self.which}"
+        target = self.kind if self.which is None else f"{self.kind} {self.which}"
+        return target if self.local is None else self.local.words(target)
 
     @property
     def moment(self) -> str:
@@ -81,6 +85,7 @@ def schedule(scenario: Scenario, *, nnodes: int, nproc: int, seed: int) -> tuple
             which=_which(fault, nnodes, nproc, chance),
             at=fault.at,
             store=fault.store,
+            local=fault.local,
         )
         for index, fault in enumerate(scenario.faults)
     )

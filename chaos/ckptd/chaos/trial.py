@@ -14,8 +14,9 @@ from pathlib import Path
 from ckptd.chaos import cache
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.cluster.launcher import Launcher, Torchrun
+from ckptd.chaos.cluster.means import local_means, require_means
 from ckptd.chaos.cluster.node import AGENT_COMMAND
-from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
 from ckptd.chaos.cluster.proxied import proxied_store
 from ckptd.chaos.cluster.store import Store, open_store
 from ckptd.chaos.conductor import Conductor, Limits, Performance
@@ -45,6 +46,8 @@ class Stage:
         limits: Deadlines.
         agent: Command of an agent.
         launcher: Makes the launcher of a run from its folder.
+        spawn_agent: Starts agents.
+        spawn_ranks: Starts launchers.
         read_root: Reads a root's facts (URL, variables of the store); None: roots are not read.
         observe: Is told (name of the run, event) as events are seen.
     """
@@ -56,6 +59,8 @@ class Stage:
     limits: Limits
     agent: tuple[str, ...] = AGENT_COMMAND
     launcher: Callable[[Path], Launcher] = Torchrun
+    spawn_agent: Spawn = Leashed
+    spawn_ranks: Spawn = Leashed
     read_root: Callable[..., RootFacts] | None = read_root
     observe: Callable[[str, Event], None] = lambda _run, _event: None
 
@@ -87,6 +92,8 @@ def perform(
         environment={**store.environment(), **(proxied.environment() if proxied is not None else {})},
         agent=stage.agent,
         failpoints=agent_failpoints,
+        spawn_agent=stage.spawn_agent,
+        spawn_ranks=stage.spawn_ranks,
     )
     cluster.proxied = proxied
     conductor = Conductor(
@@ -98,10 +105,12 @@ def perform(
         observe=lambda event: stage.observe(name, event),
     )
     try:
-        performance = conductor.perform()
-        if proxied is not None:
-            performance = replace(performance, struck=proxied.proved(performance.struck))
-        facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
+        with local_means(cluster, faults, root):
+            performance = conductor.perform()
+            facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
+        for proof in (proxied, cluster.planted):
+            if proof is not None:
+                performance = replace(performance, struck=proof.proved(performance.struck))
         evidence = Evidence(
             losses=losses_of(performance.history),
             digests=read_digests(digests),
@@ -138,6 +147,7 @@ def run_trial(
     faults = schedule(scenario, nnodes=stage.nnodes, nproc=stage.nproc, seed=seed)
     if store != "s3" and any(fault.store is not None for fault in faults):
         raise ScheduleError(f"scenario {scenario.name} makes an S3 store fail; say --store s3")
+    not_here = require_means(faults, store=store)
     begun = time.monotonic()
     record = Record(
         scenario=scenario,
@@ -148,7 +158,10 @@ def run_trial(
         command=stage.command,
         begun=round(time.time(), 3),
         versions=versions(),
+        problem=not_here,
     )
+    if not_here:
+        return _reported(record, stage.out)
     try:
         with open_store(store, stage.out / "store") as opened:
             undisturbed, repeat = _undisturbed(stage, opened, store, cache_folder, twice=twice)
@@ -160,9 +173,12 @@ def run_trial(
                 record = replace(record, performance=performance, hurt=hurt)
     except (TrialError, RuntimeError, TimeoutError, OSError) as error:
         record = replace(record, problem=str(error) or repr(error))
-    record = replace(record, seconds=round(time.monotonic() - begun, 3))
-    save_record(record, stage.out)
-    report = judge(record, stage.out)
+    return _reported(replace(record, seconds=round(time.monotonic() - begun, 3)), stage.out)
+
+
+def _reported(record: Record, out: Path) -> Report:
+    save_record(record, out)
+    report = judge(record, out)
     write_report(report, record)
     return report
 
