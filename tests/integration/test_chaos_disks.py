@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_nobody_outside_sees_a_mount_and_a_harness_that_is_killed_leaves_nothing
 
 
 def test_a_thread_that_leaves_its_own_mounts_is_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Namespace and working folder are those of before; within a block, a block of the same kind changes nothing."""
+    """Namespace and working folder are those of before, also where a thread that was begun within lives on."""
     monkeypatch.chdir(tmp_path)
     before = Path("/proc/thread-self/ns/mnt").readlink()
     with private_mounts():
@@ -125,5 +126,10 @@ def test_a_thread_that_leaves_its_own_mounts_is_where_it_was(tmp_path: Path, mon
         with private_mounts():
             assert Path("/proc/thread-self/ns/mnt").readlink() == inside
         assert inside != before
+        end = threading.Event()
+        thread = threading.Thread(target=end.wait)
+        thread.start()
+    end.set()
+    thread.join()
     assert Path("/proc/thread-self/ns/mnt").readlink() == before
     assert Path.cwd() == tmp_path

@@ -21,7 +21,7 @@ from ckptd.chaos.local_faults import DiskFault
 from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import wait_until
 
-_CLONE_NEWNS = 0x20000
+_CLONE_FS, _CLONE_NEWNS = 0x200, 0x20000
 _MS_RDONLY, _MS_REMOUNT, _MS_REC, _MS_PRIVATE = 1, 32, 1 << 14, 1 << 18
 _MNT_DETACH = 2
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -68,6 +68,8 @@ def private_mounts() -> Iterator[None]:
             yield
         finally:
             _depth -= 1
+            # Threads that were begun within share our working folder; who shares it may not leave.
+            _call("unshare", _libc.unshare(_CLONE_FS))
             _call("setns", _libc.setns(before, _CLONE_NEWNS))
             os.fchdir(here)
     finally:
