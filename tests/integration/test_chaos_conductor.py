@@ -177,6 +177,18 @@ def test_faults_strike_one_after_the_other(tmp_path: Path) -> None:
     assert kinds == ["launched", "launched", "fault", "exited", "launched", "fault", "exited", "launched"]
 
 
+def test_an_agent_that_is_stopped_is_woken_at_its_moment(tmp_path: Path) -> None:
+    """A process that was stopped has not died: the next fault waits for its own moment, and for no agent's return."""
+    stop = Fault(do="stop", target=Target(kind="agent", which=0), at=Moment(event="acknowledged"))
+    wake = Fault(do="continue", target=Target(kind="agent", which=0), at=Moment(step=8))
+    seen: list[Event] = []
+    two = Scenario(name="two", title="t", faults=(stop, wake), expect=Expectation(relaunches=(0, 0)))
+    report = trial(two, tmp_path, "--step-s", "0.3", "--steps", "12", seen=seen)
+    assert problems(report) == {}
+    stopped, woken = [event.t for event in seen if event.kind == "fault"]
+    assert stopped < woken < max(event.t for event in seen if event.kind == "step")
+
+
 def test_an_undisturbed_run_is_kept_per_command_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second trial of a command runs the script once only; another command, or other code, is run anew."""
     # The tree may be edited while the test runs.

@@ -13,6 +13,7 @@ import pytest
 
 from ckptd.chaos import cache
 from ckptd.chaos.conductor import Limits
+from ckptd.chaos.local_faults import LOCAL_DEEDS
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.rebuild import rebuild
 from ckptd.chaos.scenario_reader import load, scenario_names
@@ -29,6 +30,11 @@ OF_STORES = ("store-outage", "store-slow-down")
 # What the network does is in test_chaos_network.
 OF_NETWORKS = tuple(name for name in scenario_names() if any(fault.network is not None for fault in load(name).faults))
 ON_S3 = ("agent-killed-mid-upload", "node-lost", "rank-killed-while-uploading", "zombie-coordinator", *OF_STORES)
+
+
+def is_light(name: str) -> bool:
+    """Whether a scenario is run without torchrun, in test_chaos_local; of these faults one with it is enough."""
+    return name != "rank-raises" and any(fault.do in LOCAL_DEEDS for fault in load(name).faults)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +59,11 @@ def trial(name: str, store: str, tmp_path: Path, undisturbed: Path, *more: str) 
 @pytest.mark.parametrize(
     ("name", "store"),
     [
-        *((name, "local") for name in scenario_names() if name not in (*OF_STORES, *OF_NETWORKS)),
+        *(
+            (name, "local")
+            for name in scenario_names()
+            if name not in (*OF_STORES, *OF_NETWORKS) and not is_light(name)
+        ),
         *(pytest.param(name, "s3", marks=pytest.mark.s3) for name in ON_S3),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -20,7 +21,9 @@ from ckptd.storage_backends.errors import (
     InvalidKey,
     InvalidUrl,
     NoSpace,
+    NotDurable,
     NotFound,
+    OutcomeUnknown,
     PermissionDenied,
     StorageError,
     Unavailable,
@@ -28,6 +31,7 @@ from ckptd.storage_backends.errors import (
 )
 from ckptd.storage_backends.local import LocalStore
 from ckptd.storage_backends.local_temp import clear_stale
+from ckptd.storage_backends.retrying import RetryingStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,6 +173,74 @@ def test_a_put_that_fails_is_translated_and_leaves_nothing(
         assert caught.value.free_bytes is not None
     assert is_retryable(caught.value) == (condition is Unavailable)
     assert [info.key for info in store.list()] == ["other"]
+    assert temp_files(Path(store.url.removeprefix("file://"))) == []
+
+
+def _fsync_that_fails_for_folders(times: int) -> Callable[[int], None]:
+    """The first so many syncs of a folder fail; files are synced."""
+    real, left = os.fsync, [times]
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode) and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(fd)
+
+    return fsync
+
+
+def test_s141_a_name_whose_folder_cannot_be_synced_is_not_denied(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others can see the object: a CREATE may not say that nothing was written. The same put again makes it durable."""
+    store.put("folder/other", b"x")
+    monkeypatch.setattr(os, "fsync", _fsync_that_fails_for_folders(1))
+    with pytest.raises(NotDurable, match="its folder cannot be synced: No space left on device"):
+        store.put("folder/object", b"12345")
+    assert store.get("folder/object") == b"12345"
+    with pytest.raises(AlreadyExists):
+        store.put("folder/object", b"12345")
+
+
+@pytest.mark.parametrize(("failures", "outcome"), [(1, None), (99, OutcomeUnknown)])
+def test_s141_a_put_is_not_done_before_its_folder_is_synced(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, failures: int, outcome: type[StorageError] | None
+) -> None:
+    """The retries put it again, which syncs again, instead of reading back what a loss of power could take away."""
+    store.put("folder/other", b"x")
+    retrying = RetryingStore(store, sleep=lambda _s: None)
+    record = _fsync_that_fails_for_folders(failures)
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        record(fd)
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    if outcome is None:
+        retrying.put("folder/object", b"12345")
+        assert synced[-2] == "folder"
+    else:
+        with pytest.raises(outcome, match="an earlier attempt may have landed"):
+            retrying.put("folder/object", b"12345")
+
+
+def test_s141_a_disk_that_complains_at_close_denies_nothing_that_was_synced(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fsync has confirmed and a name stands for is there; the put says so."""
+    real = os.close
+
+    def close(fd: int) -> None:
+        is_written = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+        real(fd)
+        if is_written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "close", close)
+        store.put("folder/object", b"12345")
+    assert store.get("folder/object") == b"12345"
     assert temp_files(Path(store.url.removeprefix("file://"))) == []
 
 

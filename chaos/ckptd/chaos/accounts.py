@@ -27,7 +27,7 @@ class Account:
         note: Why it was not done, if it was not.
         relaunched: Whether the job was started again because of it.
         restored_step: Step the next launch went on from; 0 for a new beginning; None if it was not relaunched.
-        restored_from: "memory", "store" or "mixed"; of the fresh node alone where a node was lost; None if nothing
+        restored_from: "memory", "store" or "mixed"; of the fresh node alone where a node was lost or rebooted; None if nothing
             was restored.
         lost_steps: Steps that had been trained and were trained again; None as above.
         recovery_s: From the fault to the first step trained after it, seconds; None if none came.
@@ -93,6 +93,8 @@ def _tier(history: History, fate: Struck, relaunch: Event, restored: Event) -> s
     """Return where the bytes came from; what rank 0 printed where the agents say nothing."""
     fetched = history.of("fetched", source="agent", after=relaunch.t, before=restored.t + 1.0)
     fresh = {f"agent {e.fields['by']}" for e in history.of("node_replaced", after=fate.t, before=relaunch.t)}
+    rebooted = history.of("node_rebooted", after=fate.t, before=relaunch.t)
+    fresh |= {f"agent {e.fields['node']}" for e in rebooted}
     by_tier: dict[str, int] = {}
     for event in fetched:
         told = event.fields.get("bytes_by_tier")

@@ -16,8 +16,9 @@ from ckptd.chaos.cluster.cluster import Cluster, Launch
 from ckptd.chaos.cluster.node import Node
 from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.history import Event, History
+from ckptd.chaos.nemesis.harm import Harm
 from ckptd.chaos.nemesis.injector import Injecting, Injector, Struck
-from ckptd.chaos.nemesis.process import Harm
+from ckptd.chaos.nemesis.lifting import Lifting
 from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import TICK, Watcher
 
@@ -35,12 +36,14 @@ class Limits:
         progress: Longest silence: no step printed, no event, no launch.
         relaunches: Most launches after the first one.
         woken: Longest wait for a woken zombie to say that it is fenced, once the job is done.
+        hung: A job with a hung rank is given up when no step has been printed for so long.
     """
 
     run: timedelta = timedelta(seconds=600)
     progress: timedelta = timedelta(seconds=150)
     relaunches: int = 4
     woken: timedelta = timedelta(seconds=60)
+    hung: timedelta = timedelta(seconds=10)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,13 +98,16 @@ class Conductor:
         self._cluster, self._script, self._environment = cluster, list(script), environment
         self._limits, self._observe = limits, observe
         self._history = History()
-        self._watcher = Watcher(self._history)
+        self._watcher = Watcher(self._history, cluster.true_time)
         self._injector = self._make_injector(faults)
         self._seen = 0
         self._harmed: set[int] = set()
         self._agent_starts = 0
         self._launch_was_harmed = False
         self._launch_is_given_up = False
+        # When a launch with a hung rank printed its last step; None where no rank hangs.
+        self._hung_since: float | None = None
+        self._lifting = Lifting(self._say)
         # (source, kind) of the event that says: the job runs again.
         self._arm_at: tuple[str, str] | None = None
 
@@ -154,6 +160,8 @@ class Conductor:
             if new:
                 quiet_since = time.monotonic()
             self._suffer(self._injector.look(new))
+            self._lifting.lift()
+            self._give_up_hung(launch, new)
             self._supervise(launch)
             if launch.succeeded():
                 return launch, ""
@@ -200,6 +208,7 @@ class Conductor:
         if launch.number > 1:
             self._arm_at = (f"script {launch.number}", "step")
         self._launch_was_harmed = self._launch_is_given_up = False
+        self._hung_since = None
         self._say("launched", launch=launch.number)
         return launch
 
@@ -229,16 +238,31 @@ class Conductor:
         # Nobody dies of what the store does.
         self._launch_was_harmed |= bool(harm.pids) or harm.ends_launch or harm.may_end_launch
         self._launch_is_given_up |= harm.is_silent
+        if harm.is_hung:
+            self._hung_since = time.monotonic()
+        self._lifting.note(harm)
         for node in harm.replace:
             fresh = self._cluster.replace(node)
             self._say("node_replaced", node=node.place.name, by=fresh.place.name)
+        for node in harm.rebooted:
+            self._say("node_rebooted", node=node.place.name)
         # The next fault waits for a job that runs again, or for the agent's return.
         if harm.ends_launch:
             self._arm_at = None
-        elif self._agent_died(harm) and not harm.is_pause:
+        elif not harm.is_alive and self._agent_died(harm):
             self._arm_at = ("harness", "agent_started")
         else:
             self._injector.arm()
+
+    def _give_up_hung(self, launch: Launch, new: Sequence[Event]) -> None:
+        """End a job that does not go on, as a scheduler with a watchdog does."""
+        if self._hung_since is None or self._launch_is_given_up:
+            return
+        if any(event.kind == "step" for event in new):
+            self._hung_since = time.monotonic()
+        elif time.monotonic() > self._hung_since + self._limits.hung.total_seconds():
+            self._launch_is_given_up = True
+            self._say("given_up", launch=launch.number, seconds=self._limits.hung.total_seconds())
 
     def _agent_died(self, harm: Harm) -> bool:
         return any(node.agent is not None and node.agent.pid in harm.pids for node in self._cluster.nodes)
@@ -262,7 +286,8 @@ class Conductor:
             self._say("agent_started", agent=node.place.name)
 
     def _settle(self) -> None:
-        """The job is done: wake what is still paused, and wait until a zombie has seen that it is fenced."""
+        """The job is done: take faults back, wake what is paused, and wait until a zombie has seen that it is fenced."""
+        self._lifting.lift(everything=True)
         self._notice()
         fault = self._injector.pending
         if fault is not None and fault.do == "continue":

@@ -4,7 +4,8 @@ Owns: the value of an event, the reading of event logs and of the script's outpu
 (`watch`) nor judgement (`checkers`). Sources are "agent N" (event log of node N's agents), "client N" (of its ranks),
 "script N" (its output) and "harness" (what we did ourselves).
 
-Events of the harness: launched, exited, fault, agent_died, agent_started, node_replaced, woken, deadline.
+Events of the harness: launched, exited, fault, lifted, given_up, agent_died, agent_started, node_replaced, node_rebooted,
+woken, deadline.
 Events of the script: step (step, loss, and lr if it is printed), restored (step, tier).
 """
 

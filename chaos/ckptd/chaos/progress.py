@@ -16,8 +16,36 @@ from rich.text import Text
 
 from ckptd.chaos.history import Event
 
-_TOLD = ("launched", "restored", "fault", "agent_died", "node_replaced", "exited", "fenced", "adopted", "deadline")
-_SHOWN = ("launch", "step", "tier", "do", "target", "fired", "note", "agent", "code", "codes", "node", "by", "what")
+_TOLD = (
+    "launched",
+    "restored",
+    "fault",
+    "agent_died",
+    "node_replaced",
+    "node_rebooted",
+    "lifted",
+    "given_up",
+    "exited",
+    "fenced",
+    "adopted",
+    "deadline",
+)
+_SHOWN = (
+    "launch",
+    "step",
+    "tier",
+    "do",
+    "target",
+    "fired",
+    "note",
+    "agent",
+    "code",
+    "codes",
+    "node",
+    "by",
+    "what",
+    "seconds",
+)
 _LOUD = frozenset({"fault", "agent_died", "exited", "deadline"})
 _GOOD = frozenset({"restored", "adopted"})
 

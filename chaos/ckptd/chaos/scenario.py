@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ckptd.chaos.local_faults import LocalFault
 from ckptd.chaos.network.words import NetworkFault
 
 DEEDS = ("kill", "stop", "continue", "lose")
@@ -85,11 +86,12 @@ class Fault:
     """One thing that is done to the job. Faults strike in order, each after the one before it.
 
     Attributes:
-        do: One of DEEDS, or "store", or "network".
-        target: To whom; of kind "store" or "network" when one of these does something.
+        do: One of DEEDS, "store", "network", or one of `local_faults.LOCAL_DEEDS`.
+        target: To whom; of kind "store" or "network" when one of these does something, or the store's disk.
         at: When.
         store: What the store does; None for other deeds.
         network: What the network does; None for other deeds.
+        local: What a process, disk or clock does, where the deed says more than its name; else None.
     """
 
     do: str
@@ -97,6 +99,7 @@ class Fault:
     at: Moment
     store: StoreFault | None = None
     network: NetworkFault | None = None
+    local: LocalFault | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +111,7 @@ class Expectation:
             replica that a rank of another node wrote comes from the store.
         restored_step: "fault": the first launch after the first fault goes on from the very step that was in flight.
         committed: "fault": the step that was in flight at the first fault is listed in the end, saved by that run.
+            "after": a step that was begun when the last fault was over is.
         relaunches: Fewest and most launches after the first one; None: as many as faults that end a launch.
         fenced: A process that was stopped and woken reports that it is fenced.
         lost_steps_max: Most steps that may be trained again after each fault; None: any number.

@@ -13,6 +13,8 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from ckptd.chaos.local_faults import DEEDS_OF, LOCAL_DEEDS
+from ckptd.chaos.local_reader import LocalFaultReader
 from ckptd.chaos.network.reader import NETWORK_KEYS, WordError, read_network_fault
 from ckptd.chaos.scenario import DEEDS, TARGETS, TIERS, Expectation, Fault, Moment, Scenario, StoreFault, Target
 from ckptd.chaos.store_proxy.orders import OrderError, from_json
@@ -70,7 +72,7 @@ def parse(text: str, *, name: str, source: str) -> Scenario:
     return _Reader(text, source).scenario(table, name)
 
 
-class _Reader:
+class _Reader(LocalFaultReader):
     """Turns tables into values; knows the text only to say in which line something stands."""
 
     def __init__(self, text: str, source: str) -> None:
@@ -100,15 +102,20 @@ class _Reader:
             return self._fault_of_store(table, where)
         if table.get("do") == "network":
             return self._fault_of_network(table, where)
+        if table.get("do") in LOCAL_DEEDS:
+            return self._local_fault(table, where)
+        deeds = (*DEEDS, "store", "network", *LOCAL_DEEDS)
+        do = self._choice(table, "do", deeds, f"{where}.do")
         self._only(table, ("do", "target", "at"), where)
         target = self._target(self._text(table, "target", f"{where}.target") or "", f"{where}.target")
-        do = self._choice(table, "do", (*DEEDS, "store", "network"), f"{where}.do")
         if do is None:
-            raise self._error(f"{where}.do", f"a fault needs do, one of {', '.join(DEEDS)}, store, network")
+            raise self._error(f"{where}.do", f"a fault needs do, one of {', '.join(deeds)}")
         if do not in _DEEDS_OF[target.kind]:
-            allowed = ", ".join(_DEEDS_OF[target.kind])
+            allowed = ", ".join(
+                [*_DEEDS_OF[target.kind], *(deed for deed in DEEDS_OF if target.kind in DEEDS_OF[deed])]
+            )
             raise self._error(f"{where}.do", f"{do} cannot be done to {target.kind}; allowed: {allowed}")
-        moment = self._moment(self._table(table, "at", _MOMENT_KEYS, f"{where}.at"), f"{where}.at")
+        moment = self._moment_at(table, where)
         if moment.failpoint and (target.kind not in ("agent", "coordinator") or do not in ("kill", "stop")):
             raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
         if moment.failpoint and not (where.endswith("[0]") or moment.restarting):
@@ -138,7 +145,7 @@ class _Reader:
             raise self._error(
                 f"{where}.match", "an outage strikes every request; for some of them use reset with for_s"
             )
-        moment = self._moment(self._table(table, "at", _MOMENT_KEYS, f"{where}.at"), f"{where}.at")
+        moment = self._moment_at(table, where)
         if moment.failpoint:
             raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
         store = StoreFault(kind=kind, op=op, prefix=prefix, times=times, **order)
@@ -180,6 +187,9 @@ class _Reader:
             raise self._error(where, f"{text!r} does not say which {kind}; allowed: {_target_forms()}")
         return Target(kind=kind, which=int(which))
 
+    def _moment_at(self, table: Mapping[str, object], where: str) -> Moment:
+        return self._moment(self._table(table, "at", _MOMENT_KEYS, f"{where}.at"), f"{where}.at")
+
     def _moment(self, table: Mapping[str, object], where: str) -> Moment:
         moment = Moment(
             step=self._number(table, "step", where),
@@ -209,7 +219,7 @@ class _Reader:
         return Expectation(
             restored_from=tuple(tiers),
             restored_step=self._choice(table, "restored_step", ("fault",), "expect.restored_step"),
-            committed=self._choice(table, "committed", ("fault",), "expect.committed"),
+            committed=self._choice(table, "committed", ("fault", "after"), "expect.committed"),
             relaunches=(relaunches[0], relaunches[1]) if relaunches is not None else None,
             fenced=self._truth(table, "fenced", "expect.fenced"),
             lost_steps_max=self._bound(table, "lost_steps_max"),

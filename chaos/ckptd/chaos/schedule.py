@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from ckptd.chaos.local_faults import LocalFault
 from ckptd.chaos.network.words import NetworkFault
 from ckptd.chaos.scenario import Fault, Moment, Scenario, StoreFault
 
@@ -22,12 +23,13 @@ class PlannedFault:
 
     Attributes:
         index: Position in the schedule, from 0.
-        do: Word of the scenario: kill, stop, continue, lose, store, network.
+        do: Word of the scenario: kill, stop, continue, lose, store, network, or one of `local_faults.LOCAL_DEEDS`.
         kind: Kind of the target: rank, agent, node, coordinator, all, store, network.
         which: Number of the rank, agent or node; None for the others.
         at: When.
         store: What the store does; None for other deeds.
         network: What the network does; None for other deeds.
+        local: What a process, disk or clock does; None for other deeds.
     """
 
     index: int
@@ -37,6 +39,7 @@ class PlannedFault:
     at: Moment
     store: StoreFault | None = None
     network: NetworkFault | None = None
+    local: LocalFault | None = None
 
     @property
     def target(self) -> str:
@@ -45,7 +48,8 @@ class PlannedFault:
             return str(self.network)
         if self.store is not None:
             return " ".join(part for part in ("store:", self.store.kind, self.store.op, self.store.prefix) if part)
-        return self.kind if self.which is None else f"{self.kind} {self.which}"
+        target = self.kind if self.which is None else f"{self.kind} {self.which}"
+        return target if self.local is None else self.local.words(target)
 
     @property
     def moment(self) -> str:
@@ -94,6 +98,7 @@ def schedule(scenario: Scenario, *, nnodes: int, nproc: int, seed: int) -> tuple
             at=fault.at,
             store=fault.store,
             network=fault.network,
+            local=fault.local,
         )
         for index, fault in enumerate(scenario.faults)
     )

@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptd.chaos import cache
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.cluster.launcher import Launcher, Torchrun
+from ckptd.chaos.cluster.means import local_means, require_means
 from ckptd.chaos.cluster.node import AGENT_COMMAND
 from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
 from ckptd.chaos.cluster.proxied import proxied_store
@@ -111,12 +112,12 @@ def perform(
         observe=lambda event: stage.observe(name, event),
     )
     try:
-        performance = conductor.perform()
-        if proxied is not None:
-            performance = replace(performance, struck=proxied.proved(performance.struck))
-        if network is not None:
-            performance = replace(performance, struck=network.proved(performance.struck))
-        facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
+        with local_means(cluster, faults, root):
+            performance = conductor.perform()
+            facts = stage.read_root(root, store.environment()) if stage.read_root is not None else None
+        for proof in (proxied, network, cluster.planted):
+            if proof is not None:
+                performance = replace(performance, struck=proof.proved(performance.struck))
         evidence = Evidence(
             losses=losses_of(performance.history),
             digests=read_digests(digests),
@@ -155,6 +156,7 @@ def run_trial(
     faults = schedule(scenario, nnodes=stage.nnodes, nproc=stage.nproc, seed=seed)
     if store != "s3" and any(fault.store is not None for fault in faults):
         raise ScheduleError(f"scenario {scenario.name} makes an S3 store fail; say --store s3")
+    not_here = require_means(faults, store=store)
     begun = time.monotonic()
     record = Record(
         scenario=scenario,
@@ -166,7 +168,10 @@ def run_trial(
         begun=round(time.time(), 3),
         versions=versions(),
         network=stage.network,
+        problem=not_here,
     )
+    if not_here:
+        return _reported(record, stage.out)
     try:
         choose_way(stage.network, faults, has_endpoint=store == "s3")
         with open_store(store, stage.out / "store") as opened:
@@ -179,9 +184,12 @@ def run_trial(
                 record = replace(record, performance=performance, hurt=hurt)
     except (TrialError, NotRunError, RuntimeError, TimeoutError, OSError) as error:
         record = replace(record, problem=str(error) or repr(error))
-    record = replace(record, seconds=round(time.monotonic() - begun, 3))
-    save_record(record, stage.out)
-    report = judge(record, stage.out)
+    return _reported(replace(record, seconds=round(time.monotonic() - begun, 3)), stage.out)
+
+
+def _reported(record: Record, out: Path) -> Report:
+    save_record(record, out)
+    report = judge(record, out)
     write_report(report, record)
     return report
 

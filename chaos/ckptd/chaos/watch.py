@@ -56,10 +56,16 @@ class _Source:
 
 
 class Watcher:
-    """Moves lines of event logs and outputs into a history. For one thread."""
+    """Moves lines of event logs and outputs into a history. For one thread.
 
-    def __init__(self, history: History) -> None:
+    Args:
+        history: Where to.
+        true_time: Sets an event's time right, where its source's clock may be wrong.
+    """
+
+    def __init__(self, history: History, true_time: Callable[[Event], Event] = lambda event: event) -> None:
         self._history = history
+        self._true_time = true_time
         self._sources: dict[Path, _Source] = {}
 
     def follow_events(self, path: Path, source: str) -> None:
@@ -73,7 +79,7 @@ class Watcher:
     def poll(self) -> list[Event]:
         """Add to the history what is new, sorted by time, and return it."""
         found = [
-            event
+            event if source.is_output else self._true_time(event)
             for source in self._sources.values()
             for line in source.tail.lines()
             if (event := source.parse(line)) is not None

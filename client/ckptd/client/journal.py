@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -18,15 +20,32 @@ class Journal:
     def __init__(self, path: Path | None, **constant: object) -> None:
         self._constant = constant
         self._handle = -1
+        self._lock = threading.Lock()
+        self._lost = 0
+        self._torn = False
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def emit(self, kind: str, **fields: object) -> None:
         """Write one event; bytes are ints, durations `seconds`."""
-        if self._handle >= 0:
-            line = {"t": round(time.time(), 6), "kind": kind, **self._constant, **fields}
-            os.write(self._handle, (json.dumps(line, separators=(",", ":"), default=str) + "\n").encode())
+        if self._handle < 0:
+            return
+        with self._lock:
+            data = self._line("events_lost", {"lines": self._lost}) if self._lost else b""
+            data += self._line(kind, fields)
+            try:
+                # A line that the end of the disk cut off is ended first.
+                data = b"\n" + data if self._torn else data
+                whole = os.write(self._handle, data) == len(data)
+            except OSError:
+                self._lost += 1
+                return
+            self._torn, self._lost = not whole, 0 if whole else self._lost + 1
+
+    def _line(self, kind: str, fields: Mapping[str, object]) -> bytes:
+        line = {"t": round(time.time(), 6), "kind": kind, **self._constant, **fields}
+        return (json.dumps(line, separators=(",", ":"), default=str) + "\n").encode()
 
     def close(self) -> None:
         """Close the file; later events are dropped."""

@@ -21,6 +21,7 @@ from ckptd.daemon.arena import Arena
 from ckptd.daemon.chunks import stream_layout
 from ckptd.daemon.errors import DaemonError, FormatError
 from ckptd.daemon.fetcher import Fetcher
+from ckptd.daemon.shared_files import is_full, no_space
 from ckptd.daemon.slots import SlotFile, SlotHeader, SlotPool, SlotState
 from ckptd.daemon.snapshots import RankPlan, Snapshot, Stage
 from ckptd.daemon.telemetry import EventLog
@@ -318,10 +319,7 @@ class HeldJob:
     # ------------------------------------------------------------ outcomes
 
     def committed(self, snapshot: Snapshot) -> None:
-        """The step counts: its slots stay as the memory tier until they are needed.
-
-        All of it is in the store: an agent that came back and uploads what it found need not go on.
-        """
+        """The step counts: its slots stay as the memory tier until they are needed. Nothing of it needs uploading any more."""
         snapshot.stage = Stage.COMMITTED
         snapshot.cancel.set()
 
@@ -376,6 +374,12 @@ def _snapshot_name(digest: str, timeline: str, step: int) -> str:
 def _write(path: Path, data: bytes) -> None:
     """Write a small file whole: a reader sees the old one or the new one."""
     fresh = path.with_suffix(".new")
-    fresh.touch(mode=0o600)
-    fresh.write_bytes(data)
-    fresh.replace(path)
+    try:
+        fresh.touch(mode=0o600)
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        if is_full(error):
+            raise no_space(path.parent, len(data), error) from error
+        raise

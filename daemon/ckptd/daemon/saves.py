@@ -51,6 +51,8 @@ class NodeSave:
         self._begins: dict[int, BeginWait] = {}
         self._given_up: dict[int, Error] = {}
         """By rank: the step that it cannot even begin, until it begins another one."""
+        # Steps whose slots are being made, and why they have ended meanwhile: nobody else would give those slots up.
+        self._going: dict[tuple[str, int], Error | None] = {}
 
     async def begin(self, session: Session, request: BeginRequest) -> BeginReply:
         """Ask the coordinator and wait; on go the rank's slot is ready."""
@@ -194,7 +196,9 @@ class NodeSave:
         waiting = {rank: wait for rank, wait in self._begins.items() if wait.request.step == decision.step}
         if not waiting:
             return
+        key = (decision.timeline, decision.step)
         snapshot = self.snapshot(decision.step)
+        self._going[key] = None
         try:
             if snapshot is None:
                 snapshot = await self._begun(decision, waiting)
@@ -206,6 +210,14 @@ class NodeSave:
             for wait in waiting.values():
                 if not wait.answer.done():
                     wait.answer.set_exception(DaemonError(error))
+            return
+        finally:
+            ended = self._going.pop(key, None)
+        if ended is not None:
+            self._held.drop(snapshot)
+            for wait in waiting.values():
+                if not wait.answer.done():
+                    wait.answer.set_exception(DaemonError(ended))
             return
         for rank, wait in waiting.items():
             slot = snapshot.slots.get(rank)
@@ -333,6 +345,8 @@ class NodeSave:
                 self._held.committed(snapshot)
             else:
                 self._held.drop(snapshot)
+        elif error is not None and (outcome.timeline, outcome.step) in self._going:
+            self._going[outcome.timeline, outcome.step] = error
         self._tell_step(outcome.timeline, outcome.step, Event.COMMITTED if error is None else Event.ABORTED, error)
 
     def _on_started(self, started: CoordinatorMessage.Started) -> None:
@@ -342,6 +356,9 @@ class NodeSave:
             session.tell(Event(timeline=started.timeline))
         listed = {(ref.timeline, ref.step) for ref in started.keeps}
         now = Timeline.parse(started.timeline)
+        for key in self._going:
+            if Timeline.parse(key[0]) < now:
+                self._going[key] = _gone(key[1])
         for key, snapshot in list(self._held.snapshots.items()):
             if Timeline.parse(key[0]) >= now:
                 continue
@@ -354,15 +371,14 @@ class NodeSave:
             else:
                 self._held.drop(snapshot)
                 if mine:
-                    gone = make_error(
-                        error_pb2.REASON_ABORTED,
-                        f"step {key[1]} was not whole when the coordinator restarted",
-                        step=key[1],
-                        phase="commit",
-                    )
-                    self._tell_step(*key, Event.ABORTED, gone)
+                    self._tell_step(*key, Event.ABORTED, _gone(key[1]))
 
     def _tell_step(self, timeline: str, step: int, state: Event.State.ValueType, error: Error | None = None) -> None:
         for session in self._link.ranks.values():
             if session.attached:
                 session.tell_step(timeline, step, state, error)
+
+
+def _gone(step: int) -> Error:
+    text = f"step {step} was not whole when the coordinator restarted"
+    return make_error(error_pb2.REASON_ABORTED, text, step=step, phase="commit")

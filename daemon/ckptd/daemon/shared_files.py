@@ -90,8 +90,8 @@ class SharedFile:
         except OSError as error:
             os.close(fd)
             path.unlink(missing_ok=True)
-            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}:
-                raise no_space(path.parent, nbytes) from error
+            if is_full(error):
+                raise no_space(path.parent, nbytes, error) from error
             raise
 
     @classmethod
@@ -170,12 +170,19 @@ def _reserve(fd: int, nbytes: int) -> None:
             piece = piece[os.write(fd, piece) :]
 
 
-def no_space(folder: Path, needed: int) -> NoSpaceError:
+def is_full(error: OSError) -> bool:
+    """Whether an error says that there is no room for a file."""
+    return error.errno in {errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG}
+
+
+def no_space(folder: Path, needed: int, why: OSError) -> NoSpaceError:
     """Return the error that says how much is free and how much is needed."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
+    # What is free on the disk is nothing to whom a quota forbids it.
+    over = f" ({why.strerror})" if free >= needed else ""
     return NoSpaceError.of(
-        f"no space in {folder}: {needed} bytes needed, {free} free",
+        f"no space in {folder}: {needed} bytes needed, {free} free{over}",
         hint="enlarge the tmpfs (docker: --shm-size), use fewer slots, or set CKPTD_SHM_DIR to another one",
         object=str(folder),
     )

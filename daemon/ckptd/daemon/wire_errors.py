@@ -41,6 +41,7 @@ def storage_reason(failure: StorageError) -> error_pb2.Reason.ValueType:
         "BucketMissing": error_pb2.REASON_INVALID_ROOT,
         "PermissionDenied": error_pb2.REASON_PERMISSION_DENIED,
         "NoSpace": error_pb2.REASON_NO_SPACE,
+        "NotDurable": error_pb2.REASON_OUTCOME_UNKNOWN,
         "OutcomeUnknown": error_pb2.REASON_OUTCOME_UNKNOWN,
         "Throttled": error_pb2.REASON_UNAVAILABLE,
         "Unavailable": error_pb2.REASON_UNAVAILABLE,

@@ -15,6 +15,7 @@
     ├── Unavailable        timeout, 5xx, reset: try again later             (retryable)
     └── OutcomeUnknown     a CREATE put whose answer was lost: it may have landed (retryable,
                            but only by who reads back first: ``retrying`` does)
+        └── NotDurable     it has landed, and a loss of power may undo that: put it again
 
 Owns the conditions and their texts. Does not decide when to try again: that is ``retrying``,
 which asks `is_retryable` and nothing else. Every driver raises these and only these.
@@ -34,6 +35,7 @@ __all__ = [
     "InvalidKey",
     "InvalidUrl",
     "NoSpace",
+    "NotDurable",
     "NotFound",
     "OutcomeUnknown",
     "PermissionDenied",
@@ -164,6 +166,10 @@ class OutcomeUnknown(StorageError):
     """
 
     default_retryable = True
+
+
+class NotDurable(OutcomeUnknown):
+    """A CREATE put gave the object its name, and a folder above it could not be synced; the same put again syncs again."""
 
 
 def is_retryable(error: BaseException) -> bool:

@@ -28,7 +28,7 @@ from .base import (
     checked_prefix,
     flat,
 )
-from .errors import AlreadyExists, InvalidUrl, NotFound, StorageError, Truncated, Unavailable
+from .errors import AlreadyExists, InvalidUrl, NotDurable, NotFound, StorageError, Truncated, Unavailable
 from .local_errors import translated
 from .local_temp import FOLDER_FLAGS, TempFile, clear_stale, written_file
 
@@ -193,9 +193,24 @@ class LocalStore(ObjectStore):
                     except FileExistsError:
                         _sync(chain)
                         raise AlreadyExists("an object of that name is there", key=key, url=self.url) from None
-                _sync(chain)
+                self._make_durable(chain, key, mode)
                 return
         raise Unavailable("the object's folder kept vanishing", key=key, url=self.url)
+
+    def _make_durable(self, chain: Sequence[int], key: str, mode: PutMode) -> None:
+        """Sync the folders of a name that was just given.
+
+        Raises:
+            NotDurable: A folder cannot be synced after a CREATE.
+            OSError: The same for OVERWRITE, which may be repeated anyway.
+        """
+        try:
+            _sync(chain)
+        except OSError as error:
+            if mode is PutMode.OVERWRITE:
+                raise
+            text = f"the object has its name, but its folder cannot be synced: {error.strerror}"
+            raise NotDurable(text, key=key, url=self.url) from error
 
     @contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, int]]:
@@ -244,7 +259,7 @@ def _folder_chain(root_fd: int, folders: Sequence[str], *, create: bool) -> Iter
         yield chain
 
 
-def _sync(chain: list[int]) -> None:
+def _sync(chain: Sequence[int]) -> None:
     # Always the whole chain: another thread or process may have made a folder above and not yet
     # synced it, and a folder that did not change costs 0.04 ms (ext4).
     for fd in reversed(chain):

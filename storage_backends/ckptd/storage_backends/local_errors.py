@@ -50,7 +50,7 @@ def _condition(error: OSError, key: str | None, url: str, root: Path, needed_byt
     if number in _FULL:
         free = _free_bytes(root)
         return NoSpace(
-            f"{text}: {free} bytes free, {needed_bytes} needed",
+            f"{text}: {free} bytes free" + ("" if needed_bytes is None else f", {needed_bytes} needed"),
             free_bytes=free,
             needed_bytes=needed_bytes,
             key=key,

@@ -63,7 +63,9 @@ def written_file(root_fd: int, view: memoryview) -> Iterator[TempFile]:
             # Gone already when it was renamed to its key.
             with suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder_fd)
-            os.close(fd)
+            # fsync has said what there was to say: a complaint now, its name given, would deny what is there.
+            with suppress(OSError):
+                os.close(fd)
     finally:
         os.close(folder_fd)
 

@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, TypeVar
 import tenacity
 
 from .base import Buffer, ObjectInfo, ObjectStore, PutMode, flat
-from .errors import AlreadyExists, ClockSkew, NotFound, OutcomeUnknown, StorageError, Truncated, is_retryable
+from .errors import (
+    AlreadyExists,
+    ClockSkew,
+    NotDurable,
+    NotFound,
+    OutcomeUnknown,
+    StorageError,
+    Truncated,
+    is_retryable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -175,10 +184,11 @@ class _CreatePut:
             self.may_have_landed = True
             if not self._stands_there():
                 raise OutcomeUnknown("the object was there and vanished", key=self._key, url=self._inner.url) from None
-        except OutcomeUnknown:
+        except OutcomeUnknown as error:
             self._is_repeated = True
             self.may_have_landed = True
-            if self._stands_there_if_readable():
+            # What is not durable can be read all the same; putting it again makes it so, or says why not.
+            if not isinstance(error, NotDurable) and self._stands_there_if_readable():
                 return
             raise
         except StorageError as error:

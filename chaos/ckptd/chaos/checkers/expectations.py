@@ -35,6 +35,8 @@ def expected_commit(case: Case) -> Finding:
     """The step in flight at the first fault is listed, saved by the timeline that it was in flight in."""
     if case.scenario.expect.committed is None:
         return Finding.passed("expected_commit", "nothing special expected")
+    if case.scenario.expect.committed == "after":
+        return _commit_after(case)
     first = case.accounts[0] if case.accounts else None
     if first is None or first.step is None or case.hurt.root is None:
         text = "which step was in flight at the fault, or what the root lists, cannot be told"
@@ -51,6 +53,24 @@ def expected_commit(case: Case) -> Finding:
         text = f"step {first.step} of {begun[0]} was in flight and is not listed"
         return Finding.failed("expected_commit", FailureClass.LOST_WORK, text)
     return Finding.passed("expected_commit", f"step {first.step} of {begun[0]} is listed")
+
+
+def _commit_after(case: Case) -> Finding:
+    """A step that was begun when the last fault was over is listed."""
+    history = case.performance.history
+    over = history.last("fault", "lifted", source="harness")
+    if over is None or case.hurt.root is None:
+        return Finding.unknown(
+            "expected_commit", "when the last fault was over, or what the root lists, cannot be told"
+        )
+    begun = {(e.step, str(e.fields.get("timeline"))) for e in history.of("begun", source="agent", after=over.t)}
+    listed = sorted(begun & set(case.hurt.root.listed), key=str)
+    if not begun:
+        return Finding.unknown("expected_commit", "no step was begun after the last fault was over")
+    if not listed:
+        text = f"none of the {len(begun)} steps that were begun after the last fault was over is listed"
+        return Finding.failed("expected_commit", FailureClass.LOST_WORK, text)
+    return Finding.passed("expected_commit", f"{len(listed)} steps begun after the last fault are listed")
 
 
 def expected_relaunches(case: Case) -> Finding:

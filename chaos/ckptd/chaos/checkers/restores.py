@@ -78,7 +78,7 @@ def _not_listed(history: History, start: _Start) -> str:
 def _older_than_staged(case: Case, start: _Start) -> str:
     """Compare with the newest step whose bytes were the agents' of nodes that are all still there."""
     history = case.performance.history
-    lost = history.last("node_replaced", source="harness", before=start.t)
+    lost = history.last("node_replaced", "node_rebooted", source="harness", before=start.t)
     given_up = {
         (event.step, event.fields.get("timeline"))
         for event in history.of("decided", "acknowledged", source="agent", before=start.went_on)

@@ -20,12 +20,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from ckptd.chaos.cluster.disks import Disks
 from ckptd.chaos.cluster.fabric import Loopback
 from ckptd.chaos.cluster.fork_server import TAG, process_name
 from ckptd.chaos.cluster.launcher import Launcher
 from ckptd.chaos.cluster.node import AGENT_COMMAND, Node, Place
+from ckptd.chaos.cluster.planted import Planted
 from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
 from ckptd.chaos.cluster.proxied import ProxiedStore
+from ckptd.chaos.history import Event
 from ckptd.chaos.watch import read_tail, wait_until
 
 if TYPE_CHECKING:
@@ -134,6 +137,12 @@ class Cluster:
         """The store as its processes see it, where it can be made to fail."""
         self.network = network
         self._fabric = network or Loopback()
+        self.planted: Planted | None = None
+        """What its processes are told from within, where something is."""
+        self.disks: Disks | None = None
+        """File systems of their own, where its disks can be full; closed by whoever made them."""
+        self.store_folder: Path | None = None
+        """Where the store is a folder: this one."""
         self.nodes: list[Node] = []
         self.gone: list[Node] = []
         """Nodes that were lost or replaced, also paused ones that still live."""
@@ -218,6 +227,10 @@ class Cluster:
         """Return the process of each living rank of the present nodes."""
         return {rank: pid for node in self.nodes for rank, pid in node.rank_pids().items()}
 
+    def true_time(self, event: Event) -> Event:
+        """Return an event of one of its processes with the time when it really happened."""
+        return event if self.planted is None else self.planted.true_time(event)
+
     def end_agents(self) -> dict[str, int | None]:
         """Ask all agents to end in order; return each one's exit code by its source, None where it had to be killed."""
         running = [n for n in self.nodes if n.agent is not None and n.agent.poll() is None and not n.is_out_of_reach]
@@ -233,6 +246,8 @@ class Cluster:
         self._launcher.close()
         if self._janitor is not None:
             for folder in (self._shm, self._run):
+                if self.disks is not None:
+                    self.disks.unmount(folder)
                 shutil.rmtree(folder, ignore_errors=True)
             self._janitor.kill()
             self._janitor = None
@@ -268,12 +283,19 @@ class Cluster:
             run_dir=self._run / name,
             shm_dir=self._shm / name,
         )
-        return Node(
+        environment = self.environment
+        if self.planted is not None:
+            ranks = range(index * self.nproc, (index + 1) * self.nproc)
+            environment = environment | self.planted.variables(name, ranks, environment)
+        node = Node(
             index,
             place,
-            self.environment,
+            environment,
             self._agent_command,
             spawn_agent=self._spawn_agent,
             spawn_ranks=self._spawn_ranks,
             network=self._fabric.join(index, name),
         )
+        if self.disks is not None:
+            self.disks.put_under(place.disks())
+        return node

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from ckptd.chaos.cluster import leash
+from ckptd.chaos.planted import sitecustomize
 
 TAG = "CKPTD_CHAOS_TAG"
 _PR_SET_NAME = 15
@@ -40,6 +41,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str]) -> NoRet
         os.environ.update(environment)
         name = ctypes.create_string_buffer(process_name(environment.get(TAG, "fork")).encode())
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name, 0, 0, 0)
+        sitecustomize.install()
         arguments = list(command[1:])
         if arguments[0] == "-m":
             sys.argv = arguments[1:]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 _PR_SET_CHILD_SUBREAPER = 36
+_MNT_DETACH = 2
 _KILL_DEADLINE_S = 10.0
 _POLL_S = 0.005
 # How long a folder is wiped again: those who wrote into it die at the same moment as we learn of it.
@@ -89,6 +90,18 @@ def _become_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
+def _unmount_below(folders: list[str]) -> None:
+    """Unmount file systems of the harness's own in these folders: a mount cannot be removed."""
+    with open("/proc/self/mounts", encoding="utf-8") as mounts:  # noqa: PTH123 - as above
+        found = [line.split(" ")[1] for line in mounts]
+    below = [path for path in found if any(path.startswith(f"{folder}/") for folder in folders)]
+    if below:
+        import ctypes  # noqa: PLC0415 - only here
+
+        for path in reversed(below):
+            ctypes.CDLL(None).umount2(os.fsencode(path), _MNT_DETACH)
+
+
 def _wipe(folders: list[str]) -> None:
     # Gone already: their owner ended in order.
     left = [folder for folder in folders if os.path.exists(folder)]  # noqa: PTH110 - as above
@@ -96,6 +109,7 @@ def _wipe(folders: list[str]) -> None:
         return
     import shutil  # noqa: PLC0415 - only here
 
+    _unmount_below(left)
     end = time.monotonic() + _WIPE_DEADLINE_S
     while time.monotonic() < end:
         for folder in left:

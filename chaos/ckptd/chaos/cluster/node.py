@@ -56,6 +56,10 @@ class Place:
         """The agents' event log."""
         return self.evidence / "events.jsonl"
 
+    def disks(self) -> dict[str, Path]:
+        """Return the folders that a scenario calls a disk of the node, by its word for them."""
+        return {"shm": self.shm_dir, "data": self.data_dir, "run": self.run_dir}
+
     @property
     def failpoints(self) -> Path:
         """One line for each failpoint that fired."""
@@ -208,6 +212,14 @@ class Node:
         self.is_lost = True
         for folder in (self.place.shm_dir, self.place.data_dir, self.place.run_dir):
             shutil.rmtree(folder, ignore_errors=True)
+
+    def reboot(self) -> None:
+        """Kill everything at once and empty what lies in memory: shared memory and run folder; the disk stays."""
+        self.kill()
+        for folder in (self.place.shm_dir, self.place.run_dir):
+            # The folder itself may be a mount of its own, which cannot be removed.
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(exist_ok=True, mode=0o700)
 
     def await_agent_end(self) -> int | None:
         """Wait for the agent, which was asked to end; return its exit code, None when it had to be killed."""

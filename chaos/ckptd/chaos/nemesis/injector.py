@@ -13,8 +13,9 @@ from typing import Protocol
 
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.history import Event, History
+from ckptd.chaos.nemesis.harm import Harm, NemesisError
 from ckptd.chaos.nemesis.network import cut
-from ckptd.chaos.nemesis.process import Harm, NemesisError, strike
+from ckptd.chaos.nemesis.process import strike
 from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import Tail
 

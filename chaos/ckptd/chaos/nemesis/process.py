@@ -1,47 +1,23 @@
 """Harm to processes: killed, stopped, woken, lost with their machine.
 
 Owns: how a deed is done to a target of a cluster. Does not own: when (`injector`). Invariant: what is returned was
-really done; a target that was not there raises.
+really done; a target that was not there raises. Deeds of `local_faults` are done by `local`.
 """
 
 from __future__ import annotations
 
-import os
 import signal
-from contextlib import suppress
-from dataclasses import dataclass
 
 from ckptd.chaos.cluster.cluster import Cluster
-from ckptd.chaos.cluster.leash import start_time
 from ckptd.chaos.cluster.node import Node
+from ckptd.chaos.local_faults import LOCAL_DEEDS
+from ckptd.chaos.nemesis.harm import Harm, NemesisError, agent_of, send
+from ckptd.chaos.nemesis.local import strike_local
 from ckptd.chaos.schedule import PlannedFault
 
+__all__ = ["Harm", "NemesisError", "strike"]
+
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT}
-
-
-class NemesisError(Exception):
-    """A fault could not be done: the target is not there."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Harm:
-    """What a fault did.
-
-    Attributes:
-        pids: Processes that were hit.
-        replace: Nodes whose place somebody else must take: lost, or paused where nobody reaches them.
-        ends_launch: The job cannot go on.
-        is_silent: It cannot go on, but no process of it will end by itself: the scheduler gives the node up.
-        is_pause: The processes only stand still, or go on: nobody dies, and the job is the same.
-        may_end_launch: Ranks may die of it, or not.
-    """
-
-    pids: tuple[int, ...]
-    replace: tuple[Node, ...] = ()
-    ends_launch: bool = False
-    is_silent: bool = False
-    is_pause: bool = False
-    may_end_launch: bool = False
 
 
 def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
@@ -60,6 +36,8 @@ def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
             raise NemesisError("there is no proxy before the store")
         cluster.proxied.order(fault)
         return Harm(pids=())
+    if fault.do in LOCAL_DEEDS:
+        return strike_local(fault, cluster, coordinator=coordinator)
     if fault.do == "continue":
         return _wake(fault, cluster)
     if fault.kind == "rank" and fault.which is not None:
@@ -67,16 +45,16 @@ def strike(fault: PlannedFault, cluster: Cluster, *, coordinator: Node) -> Harm:
         if pid is None:
             raise NemesisError(f"rank {fault.which} does not live")
         is_kill = fault.do == "kill"
-        return Harm(pids=_signal([pid], _SIGNALS[fault.do]), ends_launch=is_kill, is_pause=not is_kill)
+        return Harm(pids=send([pid], _SIGNALS[fault.do]), ends_launch=is_kill, is_alive=not is_kill)
     if fault.kind == "all":
         return _end_nodes(cluster.nodes, lose=fault.do == "lose")
     node = coordinator if fault.kind == "coordinator" else cluster.nodes[fault.which or 0]
     # The coordinator is a role of an agent; only when it is stopped, its machine is meant: a paused agent whose ranks
     # run on would be a hung agent, not a zombie.
     if fault.do == "kill" and fault.kind in ("agent", "coordinator"):
-        return Harm(pids=_signal(_agent(node), signal.SIGKILL))
+        return Harm(pids=send(agent_of(node), signal.SIGKILL))
     if fault.do == "stop" and fault.kind == "agent":
-        return Harm(pids=_signal(_agent(node), signal.SIGSTOP), is_pause=True)
+        return Harm(pids=send(agent_of(node), signal.SIGSTOP), is_alive=True)
     if fault.do == "stop":
         node.is_paused = True
         pids = tuple(node.signal_all(signal.SIGSTOP))
@@ -101,28 +79,9 @@ def _wake(fault: PlannedFault, cluster: Cluster) -> Harm:
         pids = [pid for node in paused for pid in node.signal_all(signal.SIGCONT)]
         for node in paused:
             node.is_paused = False
-        return Harm(pids=tuple(pids))
+        return Harm(pids=tuple(pids), is_alive=True)
     if fault.kind == "agent":
-        return Harm(pids=_signal(_agent(cluster.nodes[fault.which or 0]), signal.SIGCONT), is_pause=True)
+        return Harm(pids=send(agent_of(cluster.nodes[fault.which or 0]), signal.SIGCONT), is_alive=True)
     if fault.kind == "rank" and fault.which in (ranks := cluster.rank_pids()):
-        return Harm(pids=_signal([ranks[fault.which]], signal.SIGCONT), is_pause=True)
+        return Harm(pids=send([ranks[fault.which]], signal.SIGCONT), is_alive=True)
     raise NemesisError(f"{fault.target} is not stopped")
-
-
-def _agent(node: Node) -> list[int]:
-    if node.agent is None or node.agent.poll() is not None:
-        raise NemesisError(f"{node.source} does not live")
-    return [node.agent.pid]
-
-
-def _signal(pids: list[int], number: signal.Signals) -> tuple[int, ...]:
-    reached = []
-    for pid in pids:
-        # A zombie takes signals too, and proves nothing.
-        if start_time(pid) is not None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, number)
-                reached.append(pid)
-    if not reached:
-        raise NemesisError(f"process {pids} had ended before it could be hit")
-    return tuple(reached)

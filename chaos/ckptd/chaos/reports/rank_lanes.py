@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptd.chaos.history import Event, History
+from ckptd.chaos.local_faults import NOBODY_ENDS
 from ckptd.chaos.reports.lanes import Lane, Mark, Span
 
 
@@ -86,7 +87,7 @@ def _add_launch(
 def _hit(history: History, after: float, before: float, *, rank: int, node: int) -> Event | None:
     """Return the fault that ended this rank in a launch."""
     for event in history.of("fault", source="harness", after=after, before=before):
-        if not event.fields.get("fired", True) or event.fields.get("do") == "continue":
+        if not event.fields.get("fired", True) or event.fields.get("do") in ("continue", *NOBODY_ENDS):
             continue
         target = event.fields.get("target")
         replaced = [e for e in history.of("node_replaced", source="harness", after=event.t) if e.t <= event.t + _SOON]

@@ -15,6 +15,9 @@ from ckptd.chaos.verdict import Verdict, worst
 _TOLD = frozenset(
     {"launched", "exited", "fault", "agent_died", "agent_started", "node_replaced", "deadline", "claimed"}
 ) | {
+    "lifted",
+    "given_up",
+    "node_rebooted",
     "started",
     "adopted",
     "not_adopted",
