@@ -41,6 +41,8 @@ class Record:
         seconds: The whole trial took.
         versions: Of ckptd, Python, torch and the machine.
         problem: Why nothing could be judged; empty if it could.
+        unfit: The `fitness.Reason` why the script cannot be judged; empty if it can.
+        preset: The preset that the trial is a part of; empty if none.
         undisturbed: Evidence of the run nobody hurt; None where it did not get through.
         repeat: Evidence of a second one; None where it was run once.
         hurt: Evidence of the other one; None where it was not led to an end.
@@ -57,6 +59,8 @@ class Record:
     seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
     problem: str = ""
+    unfit: str = ""
+    preset: str = ""
     undisturbed: Evidence | None = None
     repeat: Evidence | None = None
     hurt: Evidence | None = None
