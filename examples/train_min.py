@@ -44,7 +44,9 @@ def main(root: str | None, total: int) -> None:
     torch.manual_seed(1 + rank)  # ranks must not drop the same activations
 
     ckpt = Checkpointer(root, job="train-min")  # None: CKPTD_ROOT
-    ckpt.track(model=model, optimizer=opt, scheduler=sched, loader=loader)  # the RNGs of python, numpy and torch by itself
+    ckpt.track(
+        model=model, optimizer=opt, scheduler=sched, loader=loader
+    )  # the RNGs of python, numpy and torch by itself
     restored = ckpt.restore()  # None: nothing there yet
     for step in range(restored.step if restored else 0, total):
         x = next(loader)
@@ -65,4 +67,4 @@ def main(root: str | None, total: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else None, int(sys.argv[2]) if len(sys.argv) > 2 else 40)
+    main(sys.argv[1] if len(sys.argv) > 1 else None, int(sys.argv[2]) if len(sys.argv) > 2 else 20)

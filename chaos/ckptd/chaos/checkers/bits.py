@@ -79,7 +79,7 @@ def _wavers(one: frozenset[str] | None, other: frozenset[str] | None) -> bool:
 
 
 def _either(values: frozenset[str] | None) -> str:
-    return "or ".join(sorted(values)) if values else str(None)
+    return " or ".join(sorted(values)) if values else str(None)
 
 
 def same_losses(case: Case) -> Finding:
