@@ -38,6 +38,8 @@ from ckptd.chaos.verdict import Verdict
 
 _TRIES = 2
 """How often a scenario is run at most whose fault missed its window: on a busy machine that happens, and proves nothing."""
+_LAUNCHER_MODULES = ("torch.distributed.launcher.api", "torch.distributed.argparse_util")
+"""All that `python -m torch.distributed.run` imports, but for that module itself."""
 _UNDISTURBED = Scenario(
     name="undisturbed",
     title="The script runs twice, and nobody hurts it",
@@ -126,7 +128,7 @@ def _sharing(stage: Stage, stack: ExitStack) -> Stage:
     environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
     agents = stack.enter_context(ForkServer(*AGENT_MODULES, environment=environment))
     # The launcher alone: the ranks are processes that it starts, as it does without the harness.
-    launchers = stack.enter_context(ForkServer("torch.distributed.run", environment=environment))
+    launchers = stack.enter_context(ForkServer(*_LAUNCHER_MODULES, environment=environment))
     rendezvous = Rendezvous(stage.out)
     stack.callback(rendezvous.close)
     return replace(
