@@ -70,7 +70,7 @@ def test_a_script_that_forgets_its_loader_fails_a_test_that_names_the_loader(pyt
         [
             "everything-lost: fail: silent divergence: first at step *adam/state/*",
             "  first divergence: launch 2, step *",
-            "  likely: loader: the very next step after the restore *. Not tracked: train_data in main() of forgetful.py (Batches)*",
+            "  likely: loader: the very next step *. Not tracked: train_data in main() of forgetful.py (Batches)*",
             "page: *kept/*/index.html",
         ]
     )

@@ -19,10 +19,10 @@ from ckptd.chaos.judging import judge, nondeterminism
 from ckptd.chaos.nemesis.injector import Struck
 from ckptd.chaos.record import Record, load_record, save_record
 from ckptd.chaos.report import exit_code
-from ckptd.chaos.root import DecisionFact, RootFacts
+from ckptd.chaos.root import DecisionFact, RootFacts, read_root
 from ckptd.chaos.saved import SavedState
 from ckptd.chaos.saved_diagnosis import diagnose_saved
-from ckptd.chaos.scenario import Fault, Moment, Scenario, Target
+from ckptd.chaos.scenario import Expectation, Fault, Moment, Scenario, Target
 from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.verdict import Finding, Verdict
 
@@ -38,8 +38,8 @@ SCHEDULER = Untracked(kind="scheduler", name="warmup in main() of train.py", typ
 NOISE = Untracked(kind="generator", name="noise in main() of train.py", type="Generator")
 
 
-def state(step: int, timeline: str, wrong: tuple[str, ...] = (), **more: str) -> SavedState:
-    names = {name: f"{name}@{step}" for name in NAMES} | dict.fromkeys(wrong, "x") | more
+def state(step: int, timeline: str, wrong: tuple[str, ...] = (), more: Mapping[str, str] | None = None) -> SavedState:
+    names = {name: f"{name}@{step}" for name in NAMES} | dict.fromkeys(wrong, "x") | dict(more or {})
     return SavedState(step=step, timeline=timeline, names=names)
 
 
@@ -166,7 +166,7 @@ def test_a_launch_that_restored_nothing_is_told_to() -> None:
 
 def still(timeline: str, python: str, *, moves: bool = False) -> Evidence:
     return evidence(
-        [state(step, timeline, **{PYTHON: f"{python}{step if moves else ''}"}) for step in range(1, LAST + 1)]
+        [state(step, timeline, more={PYTHON: f"{python}{step if moves else ''}"}) for step in range(1, LAST + 1)]
     )
 
 
@@ -189,7 +189,7 @@ def test_a_generator_that_is_drawn_from_is_not_left_out() -> None:
 
 def test_a_generator_that_did_not_come_back_is_not_left_out() -> None:
     """It stands still in each launch, and is another one after the restore: nobody may take that for unseeded."""
-    broken = evidence([state(step, T1, **{PYTHON: "b" if step <= RESTORED else "c"}) for step in range(1, LAST + 1)])
+    broken = evidence([state(step, T1, more={PYTHON: "b" if step <= RESTORED else "c"}) for step in range(1, LAST + 1)])
     (first, names), *_ = wrong_states(still(T1, "a"), broken)
     assert (first.step, names) == (1, [PYTHON])
 
@@ -197,6 +197,32 @@ def test_a_generator_that_did_not_come_back_is_not_left_out() -> None:
 def test_names_on_one_side_only_differ() -> None:
     """A tensor that vanished is no equal one."""
     assert different({"a": "1", "b": "2"}, {"a": "1", "c": "3"}) == ["b", "c"]
+
+
+def test_a_step_in_flight_that_retention_dropped_since_is_not_lost(tmp_path: Path) -> None:
+    """A script that keeps its newest step alone resumes as well as any."""
+    kept = hurt({})
+    assert kept.root is not None
+    newest = ((LAST, T2),)
+    checked = record(replace(kept, root=replace(kept.root, listed=newest, saved=kept.root.saved[-1:], keep_last=1)))
+    checked.performance.history.add(  # type: ignore[union-attr]
+        Event(t=2.9, source="agent 0", kind="begun", fields={"step": 3, "timeline": T1})
+    )
+    expecting = replace(checked, scenario=replace(checked.scenario, expect=Expectation(committed="fault")))
+    assert (
+        finding(expecting, "expected_commit", tmp_path).text == f"step 3 of {T1} would have been dropped by retention"
+    )
+    assert judge(expecting, tmp_path).verdict is Verdict.PASS
+
+
+def test_what_a_stored_step_holds_goes_by_the_names_of_its_tensors_and_of_the_parts_of_its_objects() -> None:
+    """Of a root as it lies in the golden files: two readings agree, and every digest is one name's own."""
+    facts = read_root((Path(__file__).parent.parent / "golden" / "format-1").as_uri(), {}, by_name=True)
+    assert [one.step for one in facts.saved] == [step for step, _ in facts.listed]
+    names = dict(facts.saved[-1].names)
+    assert {"count", "frozen", "norm", "loader/position at dp 1, tp 0"} <= names.keys()
+    assert names["loader/rank at dp 0, tp 0"] != names["loader/rank at dp 0, tp 1"]
+    assert read_root((Path(__file__).parent.parent / "golden" / "format-1").as_uri(), {}).saved == ()
 
 
 FAULT = PlannedFault(index=0, do="kill", kind="rank", which=0, at=Moment(event="staged", nth=2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptd.chaos.checkers.case import Case
+from ckptd.chaos.checkers.promises import required
 from ckptd.chaos.verdict import FailureClass, Finding
 
 
@@ -47,6 +48,10 @@ def expected_commit(case: Case) -> Finding:
     if not begun:
         text = f"no agent tells the timeline of step {first.step}"
         return Finding.unknown("expected_commit", text)
+    if not required({(first.step, begun[0])}, case.hurt.root):
+        return Finding.passed(
+            "expected_commit", f"step {first.step} of {begun[0]} would have been dropped by retention"
+        )
     if (first.step, begun[0]) not in case.hurt.root.listed:
         text = f"step {first.step} of {begun[0]} was in flight and is not listed"
         return Finding.failed("expected_commit", FailureClass.LOST_WORK, text)
