@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +113,13 @@ def test_a_folder_of_an_earlier_run_is_not_written_into(project: pytest.Pytester
     ended = project.runpytest_inprocess(*line)
     ended.assert_outcomes(failed=1)
     ended.stdout.fnmatch_lines(["*chaos-1 is there already; --ckptd-chaos-out names a new folder each time"])
+
+
+def test_the_entry_point_bears_the_name_of_its_module() -> None:
+    """So `-p` and the entry point are one plugin: pytest refuses one module under two names."""
+    text = (Path(__file__).parent.parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    points = tomllib.loads(text)["project"]["entry-points"]["pytest11"]
+    assert points == {"ckptd.chaos.pytest_plugin": "ckptd.chaos.pytest_plugin"}
 
 
 def test_nothing_of_the_harness_is_imported_before_the_fixture_is_used() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptd.chaos.cluster.forked import ForkServer
 from ckptd.chaos.cluster.launcher import Rendezvous, Torchrun
+from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.cluster.store import Store, open_store
 from ckptd.chaos.judging import nondeterminism
 from ckptd.chaos.matrix.running import AGENT_MODULES
@@ -108,7 +109,7 @@ def run_series(
             opened = stack.enter_context(open_store(store, stage.out / "store"))
             pair = undisturbed_runs(stage, opened, store, cache_folder, twice=twice)
             before = replace(before, undisturbed=pair.first, repeat=pair.repeat)
-        except (TrialError, RuntimeError, TimeoutError, OSError) as error:
+        except (TrialError, ProcessError, RuntimeError, TimeoutError, OSError) as error:
             before = with_problem(before, error)
         if before.problem or nondeterminism(before):
             before = replace(before, seconds=round(time.monotonic() - begun, 3))
