@@ -23,7 +23,8 @@ def expected_restores(case: Case) -> Finding:
         if first.step is None:
             text = "which step was in flight at the fault cannot be told"
             return Finding.unknown("expected_restores", text)
-        if first.restored_step != first.step:
+        # A script that saves faster than the harness strikes may have staged a newer one: that is more, not less.
+        if (first.restored_step or 0) < first.step:
             text = f"went on from step {first.restored_step}, not from step {first.step}, which was in flight"
             return Finding.failed("expected_restores", FailureClass.LOST_WORK, text)
     if expect.restored_from and first.restored_from not in expect.restored_from:
