@@ -476,7 +476,12 @@ def test_another_launchs_right_copy_makes_no_wrong_replica() -> None:
 def test_every_check_is_turned_red_by_a_planted_violation() -> None:
     """No check is there that nothing can fail, but for those that only ever know or do not know."""
     names = {finding.check for finding in checkers.check(case())}
-    assert names - {entry[2] for entry in VIOLATIONS} == {"deterministic", "something_was_compared", "expected_fencing"}
+    assert names - {entry[2] for entry in VIOLATIONS} == {
+        "deterministic",
+        "compared_after_restore",
+        "something_was_compared",
+        "expected_fencing",
+    }
 
 
 def test_every_class_of_failure_is_reached() -> None:

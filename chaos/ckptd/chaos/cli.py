@@ -1,16 +1,14 @@
 """`ckptd chaos`: run a training script under a scenario and judge what came back.
 
-Exit codes of `run`: 0 pass, 1 fail, 3 unknown (nothing was proved: red as well), 2 usage.
+Exit codes of `run`: 0 pass, 1 fail, 3 unknown (nothing was proved: red as well), 4 unknown because of the script, 2 usage.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
 import sys
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -20,19 +18,20 @@ from rich.table import Table
 
 from ckptd.chaos.cache import default_cache
 from ckptd.chaos.cluster.launcher import MOST_NODES
-from ckptd.chaos.cluster.store import STORES
-from ckptd.chaos.conductor import Limits
+from ckptd.chaos.command import CommandError
 from ckptd.chaos.evidence import EvidenceError
 from ckptd.chaos.matrix_cli import failpoints, matrix
-from ckptd.chaos.network.words import WAYS
+from ckptd.chaos.preset import load_preset, preset_names
+from ckptd.chaos.preset_run import run_series
 from ckptd.chaos.progress import Progress
-from ckptd.chaos.report import render
+from ckptd.chaos.report import exit_code, render, render_line
 from ckptd.chaos.reports.rebuild import rebuild
-from ckptd.chaos.reports.write import PAGE
+from ckptd.chaos.reports.write import JSON, PAGE
+from ckptd.chaos.request import read_request
 from ckptd.chaos.scenario_reader import ScenarioError, load, scenario_names
 from ckptd.chaos.schedule import ScheduleError
 from ckptd.chaos.soak_cli import soak
-from ckptd.chaos.trial import Stage, run_trial
+from ckptd.chaos.trial import run_trial
 from ckptd.chaos.verdict import Verdict
 
 app = typer.Typer(
@@ -54,6 +53,10 @@ def _list_scenarios(*, wanted: bool) -> None:
         table = Table(box=None, show_header=False)
         for name in scenario_names():
             table.add_row(name, load(name).title)
+        for name in preset_names():
+            preset = load_preset(name)
+            names = ", ".join(scenario.name for scenario in preset.scenarios)
+            table.add_row(f"--preset {name}", f"{preset.title}: {names}")
         Console().print(table)
         raise typer.Exit
 
@@ -73,15 +76,31 @@ def chaos(
 
 @app.command()
 def run(
-    scenario: Annotated[str, typer.Argument(help="Name of a scenario (see --list), or a .toml file.")],
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="-- SCRIPT ARGS...", help="What torchrun runs; {root}, {digests}, {out} are filled in."),
+    scenario: Annotated[
+        str, typer.Argument(help="Name of a scenario (see --list), or a .toml file. Not there with --preset.")
     ],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="-- SCRIPT ARGS...",
+            help="What torchrun runs: a script, -m MODULE, or a torchrun line. {root}, {digests}, {out} are filled in.",
+        ),
+    ] = None,
     *,
-    nnodes: Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes, an agent each.")] = 1,
-    nproc: Annotated[int, typer.Option(min=1, help="Ranks on each node.")] = 2,
-    store: Annotated[str, typer.Option(help="local: files; s3: a SeaweedFS server of its own.")] = "local",
+    preset: Annotated[
+        str | None,
+        typer.Option(help="Instead of a scenario: several in a row, one verdict; see --list, or a .toml file."),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Of the preset, only this scenario; may be repeated.")] = None,
+    nnodes: Annotated[
+        int | None, typer.Option(min=1, max=MOST_NODES, help="Nodes, an agent each. [default: 1]", show_default=False)
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each node. [default: 2]", show_default=False)
+    ] = None,
+    store: Annotated[
+        str | None, typer.Option(help="local: files; s3: a SeaweedFS server of its own. [default: local]")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Decides what the scenario leaves open. [default: random]")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for all evidence. [default: a temporary one, removed after a pass]")
@@ -95,56 +114,70 @@ def run(
     network: Annotated[
         str, typer.Option(help="How the network is hurt: netns, proxy; auto: netns where allowed.")
     ] = "auto",
-    timeout: Annotated[float, typer.Option(min=1, help="Bound of each run, seconds.")] = 600.0,
+    timeout: Annotated[
+        float | None, typer.Option(min=1, help="Bound of each run, seconds. [default: 600]", show_default=False)
+    ] = None,
 ) -> None:
-    """Run SCRIPT under a scenario: 0 pass, 1 fail, 3 unknown, 2 wrong usage."""
-    if store not in STORES:
-        _refuse(f"--store is {store!r}; allowed: {', '.join(STORES)}")
-    if network not in ("auto", *WAYS):
-        _refuse(f"--network is {network!r}; allowed: auto, {', '.join(WAYS)}")
+    """Run SCRIPT under a scenario or a preset: 0 pass, 1 fail, 3 unknown, 4 the script cannot be judged, 2 wrong usage."""
     try:
-        read = load(scenario)
-    except ScenarioError as error:
+        request = read_request(
+            scenario,
+            command or [],
+            preset=preset,
+            only=only or [],
+            nnodes=nnodes,
+            nproc=nproc,
+            store=store,
+            timeout=timeout,
+            network=network,
+        )
+    except (ScenarioError, CommandError) as error:
         _refuse(str(error))
-    if not Path(command[0]).is_file():
-        _refuse(f"there is no script {command[0]!r}")
     folder = (out or Path(tempfile.mkdtemp(prefix="ckptd-chaos-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         _refuse(f"--out {folder} is not empty; name a new folder")
     console = Console(stderr=as_json)
+    if request.left_out:
+        console.print(f"the harness decides by itself: {' '.join(request.left_out)}", style="dim", markup=False)
     progress = Progress(console)
-    stage = Stage(
-        nnodes=nnodes,
-        nproc=nproc,
-        command=tuple(command),
-        out=folder,
-        limits=Limits(run=timedelta(seconds=timeout), relaunches=len(read.faults) + 3),
-        observe=progress.see,
-        network=network,
-    )
+    stage = request.stage(folder, progress.see)
+    cache_folder = default_cache() if cached else None
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
     try:
+        if request.preset is not None:
+            with progress:
+                series = run_series(
+                    stage,
+                    request.scenarios,
+                    store=request.store,
+                    seed=seed,
+                    cache_folder=cache_folder,
+                    twice=twice,
+                    tell=lambda told: render_line(told, console),
+                )
+            _end(series.verdict, series.exit_code, series.page, console, keep=out is not None, as_json=as_json)
         with progress:
             report = run_trial(
-                stage,
-                read,
-                store=store,
-                seed=secrets.randbelow(1 << 31) if seed is None else seed,
-                cache_folder=default_cache() if cached else None,
-                twice=twice,
+                stage, request.scenarios[0], store=request.store, seed=seed, cache_folder=cache_folder, twice=twice
             )
     except ScheduleError as error:
         _refuse(str(error))
-    if as_json:
-        sys.stdout.write(json.dumps(report.to_dict(), indent=1) + "\n")
-    else:
+    if not as_json:
         render(report, console)
-    if out is None and report.verdict is Verdict.PASS:
-        shutil.rmtree(folder, ignore_errors=True)
+    _end(report.verdict, report.exit_code, folder / PAGE, console, keep=out is not None, as_json=as_json)
+
+
+def _end(verdict: Verdict, code: int, page: Path, console: Console, *, keep: bool, as_json: bool) -> NoReturn:
+    """Print where the page is, or remove the evidence of a pass that nobody asked to keep; exit."""
+    if as_json:
+        sys.stdout.write((page.parent / JSON).read_text(encoding="utf-8"))
+    if not keep and verdict is Verdict.PASS:
+        shutil.rmtree(page.parent, ignore_errors=True)
         console.print("the evidence of a pass is removed; --out keeps it", style="dim")
     else:
-        console.print(f"page: {folder / PAGE}", soft_wrap=True, markup=False, highlight=False)
-    raise typer.Exit(report.verdict.exit_code)
+        console.print(f"page: {page}", soft_wrap=True, markup=False, highlight=False)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -159,13 +192,13 @@ def report(
     except EvidenceError as error:
         _refuse(str(error))
     if as_json:
-        sys.stdout.write((folder / "report.json").read_text(encoding="utf-8"))
+        sys.stdout.write((folder / JSON).read_text(encoding="utf-8"))
     else:
         console = Console()
         if len(written.reports) == 1:
             render(written.reports[0], console)
         console.print(f"{written.page}", soft_wrap=True, markup=False, highlight=False)
-    raise typer.Exit(written.verdict.exit_code)
+    raise typer.Exit(exit_code(written.reports))
 
 
 def _refuse(text: str) -> NoReturn:

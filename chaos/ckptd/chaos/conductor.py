@@ -83,6 +83,8 @@ class Conductor:
         faults: What strikes, in order.
         limits: Deadlines.
         observe: Is told each event as it is seen, ours included.
+        hears_clients: Their event logs speak for a script that does not print where it goes on from.
+        saves_are_steps: They tell the steps too: for a script that prints none.
     """
 
     def __init__(
@@ -94,9 +96,12 @@ class Conductor:
         faults: Sequence[PlannedFault] = (),
         limits: Limits,
         observe: Callable[[Event], None] = lambda _event: None,
+        hears_clients: bool = False,
+        saves_are_steps: bool = False,
     ) -> None:
         self._cluster, self._script, self._environment = cluster, list(script), environment
         self._limits, self._observe = limits, observe
+        self._hears_clients, self._saves_are_steps = hears_clients, saves_are_steps
         self._history = History()
         self._watcher = Watcher(self._history, cluster.true_time)
         self._injector = self._make_injector(faults)
@@ -203,8 +208,12 @@ class Conductor:
             self._watcher.follow_events(node.place.events, node.source)
         launch = self._cluster.launch(self._script, self._environment)
         for node in launch.nodes:
-            self._watcher.follow_output(launch.outputs[node.index], f"script {launch.number}")
-            self._watcher.follow_events(self._cluster.client_events(node, launch.number), f"client {node.index}")
+            script, clients = f"script {launch.number}", self._cluster.client_events(node, launch.number)
+            self._watcher.follow_output(launch.outputs[node.index], script)
+            if self._hears_clients:
+                self._watcher.follow_clients(clients, f"client {node.index}", script, tells_steps=self._saves_are_steps)
+            else:
+                self._watcher.follow_events(clients, f"client {node.index}")
         if launch.number > 1:
             self._arm_at = (f"script {launch.number}", "step")
         self._launch_was_harmed = self._launch_is_given_up = False

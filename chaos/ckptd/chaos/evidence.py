@@ -44,6 +44,25 @@ class DigestList:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Untracked:
+    """A thing with state that the script held at its first save and did not track.
+
+    Attributes:
+        kind: As `ckptd.client.surroundings` says it: generator, loader, scheduler, scaler, optimizer, model, object.
+        name: Variable and the function that holds it.
+        type: Name of its class.
+    """
+
+    kind: str
+    name: str
+    type: str
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        return f"{self.name} ({self.type})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
     """All of one run.
 
@@ -53,6 +72,9 @@ class Evidence:
         root: What its root says; None where nobody looked.
         rates: (step, hex float) of learning rates, where the script prints them, in the order of the losses.
         audit: What clients said may be missing from snapshots, each once.
+        saves: Steps that rank 0 asked to save, in order, over all launches: they were trained, printed or not.
+        tracked: What kind of state each tracked thing is, by name, as rank 0's client says.
+        untracked: What the script held besides, as rank 0's client says.
     """
 
     losses: tuple[tuple[int, str], ...] = ()
@@ -60,10 +82,13 @@ class Evidence:
     root: RootFacts | None = field(default=None)
     rates: tuple[tuple[int, str], ...] = ()
     audit: tuple[str, ...] = ()
+    saves: tuple[int, ...] = ()
+    tracked: Mapping[str, str] = field(default_factory=dict)
+    untracked: tuple[Untracked, ...] = ()
 
     def last_step(self) -> int | None:
-        """Return the highest step printed."""
-        return max((step for step, _ in self.losses), default=None)
+        """Return the highest step printed, or saved."""
+        return max((*(step for step, _ in self.losses), *self.saves), default=None)
 
     def to_json(self) -> str:
         """Return what `from_json` reads."""
@@ -91,7 +116,7 @@ def losses_of(history: History) -> tuple[tuple[int, str], ...]:
     return tuple(
         (event.step, str(event.fields["loss"]))
         for event in history.of("step", source="script")
-        if event.step is not None
+        if event.step is not None and "loss" in event.fields
     )
 
 
@@ -102,6 +127,28 @@ def rates_of(history: History) -> tuple[tuple[int, str], ...]:
         for event in history.of("step", source="script")
         if event.step is not None and "lr" in event.fields
     )
+
+
+def saves_of(history: History) -> tuple[int, ...]:
+    """Return the steps that rank 0 asked to save."""
+    return tuple(
+        event.step
+        for event in history.of("save_returned", source="client")
+        if event.rank == 0 and event.step is not None
+    )
+
+
+def surroundings_of(history: History) -> tuple[dict[str, str], tuple[Untracked, ...]]:
+    """Return what rank 0's client said at its first save of what is tracked and what is not."""
+    told = next((event for event in history.of("audited", source="client") if event.rank == 0), None)
+    if told is None:
+        return {}, ()
+    tracked = {str(name): str(kind) for name, kind in dict(told.fields.get("tracked", {})).items()}
+    untracked = tuple(
+        Untracked(kind=str(one.get("kind")), name=str(one.get("name")), type=str(one.get("type")))
+        for one in told.fields.get("untracked", [])
+    )
+    return tracked, untracked
 
 
 def read_audits(run: Path) -> tuple[str, ...]:

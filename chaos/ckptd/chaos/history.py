@@ -6,7 +6,8 @@ Owns: the value of an event, the reading of event logs and of the script's outpu
 
 Events of the harness: launched, exited, fault, lifted, given_up, agent_died, agent_started, node_replaced, node_rebooted,
 woken, deadline.
-Events of the script: step (step, loss, and lr if it is printed), restored (step, tier).
+Events of the script: step (step; loss and lr if they are printed), restored (step, tier). A script that does not print
+them is spoken for by its client's event log (`said_for_script`).
 """
 
 from __future__ import annotations
@@ -144,6 +145,24 @@ def parse_output(line: str, source: str, t: float) -> Event | None:
         return Event(t=t, source=source, kind="step", fields={"step": int(found[1]), "loss": found[2], **rate})
     if found := _RESTORED.search(line):
         return Event(t=t, source=source, kind="restored", fields={"step": int(found[1]), "tier": found[2]})
+    return None
+
+
+def said_for_script(event: Event, script: str, *, with_steps: bool) -> Event | None:
+    """Return what rank 0's client says in the place of a script that prints nothing; None for other events.
+
+    Args:
+        event: Of a client.
+        script: The script's source.
+        with_steps: A step that is saved was trained, whatever becomes of the save.
+    """
+    if event.rank != 0 or event.step is None:
+        return None
+    if event.kind == "restored":
+        fields = {"step": event.step, "tier": str(event.fields.get("tier"))}
+        return Event(t=event.t, source=script, kind="restored", fields=fields)
+    if event.kind == "save_returned" and with_steps:
+        return Event(t=event.t, source=script, kind="step", fields={"step": event.step})
     return None
 
 

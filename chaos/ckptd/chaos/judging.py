@@ -8,14 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from ckptd.chaos import fitness
 from ckptd.chaos.accounts import accounts
 from ckptd.chaos.checkers import check
 from ckptd.chaos.checkers.bits import self_difference
 from ckptd.chaos.checkers.case import Case
+from ckptd.chaos.checkers.saved_states import saved_by_step
 from ckptd.chaos.diagnosis import diagnose
 from ckptd.chaos.figures import figures
 from ckptd.chaos.record import Record
 from ckptd.chaos.report import Report
+from ckptd.chaos.saved_diagnosis import diagnose_saved
 from ckptd.chaos.verdict import Finding, overall
 
 
@@ -37,6 +40,8 @@ def judge(record: Record, out: Path) -> Report:
         versions=record.versions,
         source=record.scenario.source,
         told_replay=record.replay,
+        unfit=record.unfit,
+        preset=record.preset,
     )
     return _with_findings(base, record)
 
@@ -55,6 +60,9 @@ def _with_findings(report: Report, record: Record) -> Report:
         return _unknown(report, "deterministic", f"the script is not deterministic: {difference}")
     if record.problem or performance is None or undisturbed is None or hurt is None:
         return _unknown(report, "trial", record.problem or "the evidence of a run is missing")
+    if record.preset and (found := fitness.too_short(performance)) is not None:
+        # Of a scenario that was asked for by its name it is a failure: there it may be the scenario that is wrong.
+        return replace(_unknown(report, "faults_fired", found.text), unfit=str(found.reason))
     told = tuple(accounts(performance, nproc=record.nproc))
     case = Case(
         scenario=record.scenario,
@@ -65,13 +73,15 @@ def _with_findings(report: Report, record: Record) -> Report:
         repeat=record.repeat,
     )
     findings = tuple(check(case))
+    # The script's own lists tell more than what was saved: they are of every step, and of each restore.
+    look = diagnose if undisturbed.digests or not saved_by_step(undisturbed) else diagnose_saved
     return replace(
         report,
         findings=findings,
         verdict=overall(findings),
         accounts=told,
         launches=performance.launches,
-        diagnosis=diagnose(undisturbed, hurt, performance.history, repeated=record.repeat is not None),
+        diagnosis=look(undisturbed, hurt, performance.history, repeated=record.repeat is not None),
         figures=figures(performance.history, told),
     )
 

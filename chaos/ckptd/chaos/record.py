@@ -43,6 +43,8 @@ class Record:
         network: How the network was to be hurt: auto, netns or proxy.
         problem: Why nothing could be judged; empty if it could.
         replay: The line that runs the same again; empty: `ckptd chaos run` with what is said above.
+        unfit: The `fitness.Reason` why the script cannot be judged; empty if it can.
+        preset: The preset that the trial is a part of; empty if none.
         undisturbed: Evidence of the run nobody hurt; None where it did not get through.
         repeat: Evidence of a second one; None where it was run once.
         hurt: Evidence of the other one; None where it was not led to an end.
@@ -61,6 +63,8 @@ class Record:
     network: str = "auto"
     problem: str = ""
     replay: str = ""
+    unfit: str = ""
+    preset: str = ""
     undisturbed: Evidence | None = None
     repeat: Evidence | None = None
     hurt: Evidence | None = None

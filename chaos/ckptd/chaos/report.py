@@ -6,7 +6,7 @@ Owns: how a verdict is told. Invariant: every report holds the seed and the line
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ckptd.chaos import fitness
 from ckptd.chaos.accounts import Account
 from ckptd.chaos.diagnosis import Diagnosis
 from ckptd.chaos.figures import Figure
@@ -49,6 +50,8 @@ class Report:
         figures: Distributions of stall, durability lag, restore and recovery time.
         source: The file that the scenario was read from; empty: it is one of the package's.
         told_replay: The line that runs the same again; empty: that of `ckptd chaos run`.
+        unfit: The `fitness.Reason` why the script cannot be judged; empty if it can.
+        preset: The preset that the trial is a part of; empty if none.
     """
 
     scenario: str
@@ -72,16 +75,24 @@ class Report:
     source: str = ""
     told_replay: str = ""
     network: str = "auto"
+    unfit: str = ""
+    preset: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """The command's exit status: 0 pass, 1 fail, 3 unknown, 4 unknown because of the script."""
+        return fitness.EXIT_CODE if self.unfit and self.verdict is Verdict.UNKNOWN else self.verdict.exit_code
 
     @property
     def replay(self) -> str:
         """The command line that runs the same trial again."""
         if self.told_replay:
             return self.told_replay
+        what = ["--preset", self.preset, "--only", self.scenario] if self.preset else [self.source or self.scenario]
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
         options += ["--network", self.network] if self.network != "auto" else []
-        return shlex.join(["ckptd", "chaos", "run", self.source or self.scenario, *options, "--", *self.command])
+        return shlex.join(["ckptd", "chaos", "run", *what, *options, "--", *self.command])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; failed checks by class are added as `failures`."""
@@ -103,6 +114,12 @@ class Report:
         return f"{first.failure or 'nothing proved'}: {first.text}"
 
 
+def exit_code(reports: Sequence[Report]) -> int:
+    """Return the exit status over several trials: 1 for a failure, else 4 for an unfit script, else 3 for an unknown, else 0."""
+    codes = {report.exit_code for report in reports} or {Verdict.UNKNOWN.exit_code}
+    return next(code for code in (1, fitness.EXIT_CODE, 3, 0) if code in codes)
+
+
 def render(report: Report, console: Console) -> None:
     """Print a report for people."""
     size = f"{report.nnodes} x {report.nproc} ranks, {report.store}, seed {report.seed}"
@@ -121,6 +138,24 @@ def render(report: Report, console: Console) -> None:
     console.print(f"[bold {colour}]{report.verdict}[/bold {colour}] in {report.seconds:.0f} s; evidence: {report.out}")
     if report.verdict is not Verdict.PASS:
         console.print(f"again: {escape(report.replay)}", soft_wrap=True)
+
+
+def render_line(report: Report, console: Console) -> None:
+    """Print a report as one of many: a pass in a line, everything else with what is red and what is likely missing."""
+    colour = _COLOURS[report.verdict]
+    text = (
+        f"[bold {colour}]{report.verdict}[/bold {colour}] {escape(report.scenario)} [dim]{report.seconds:.0f} s[/dim]"
+    )
+    console.print(f"{text}  {escape(report.headline())}", soft_wrap=True, highlight=False)
+    if report.verdict is Verdict.PASS:
+        return
+    for finding in report.findings[1:] if len(report.findings) == 1 else report.findings:
+        if finding.verdict is not Verdict.PASS:
+            console.print(f"  {finding.check}: {finding.text}", markup=False, highlight=False, soft_wrap=True)
+    if report.diagnosis is not None:
+        text = f"  likely: {report.diagnosis.cause}: {report.diagnosis.advice}"
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"  again: {report.replay}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _account_line(account: Account) -> str:

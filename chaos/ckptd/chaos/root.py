@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 import blake3
 
 from ckptd.chaos.leftovers import leftovers, temporary_files
+from ckptd.chaos.saved import SavedState, saved_names
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.index import chunk_refs, read_index
 from ckptd.daemon.keys import ClaimKey, IndexKey, StepId, parse_key, parse_record_key
 from ckptd.daemon.records import decisions_of, is_abort, parse_record
-from ckptd.protos.snapshot_pb2 import Committed, Decision, Record
+from ckptd.protos.snapshot_pb2 import Committed, Decision, RankSection, Record
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import StorageError
 from ckptd.storage_backends.urls import open_store
@@ -61,6 +62,7 @@ class RootFacts:
         unaccounted: Objects and files that would stay though nothing needs them.
         sweep_takes_needed: Objects that a sweep would delete though the newest record needs them.
         sweep_error: Why a sweep would not run; empty if it would.
+        saved: What each listed step holds by name, oldest first; empty where nobody asked, or where it is not whole.
     """
 
     timelines: tuple[str, ...] = ()
@@ -76,6 +78,7 @@ class RootFacts:
     unaccounted: tuple[str, ...] = ()
     sweep_takes_needed: tuple[str, ...] = ()
     sweep_error: str = ""
+    saved: tuple[SavedState, ...] = ()
 
     def state_digests(self) -> dict[int, str]:
         """Return the state digest of every listed step."""
@@ -83,18 +86,28 @@ class RootFacts:
         return {fact.step: fact.state_digest for fact in self.decisions if (fact.step, fact.timeline) in listed}
 
 
-def read_root(url: str, variables: Mapping[str, str]) -> RootFacts:
+def read_root(url: str, variables: Mapping[str, str], *, by_name: bool = False) -> RootFacts:
     """Read a root; `variables` are those a process needs to reach its store.
+
+    Args:
+        url: The root.
+        variables: For the store.
+        by_name: Say too what each listed step holds, by name.
 
     Raises:
         StorageError: The store cannot be reached.
     """
     with _environment(variables), open_store(url) as store:
-        facts = facts_of(store)
+        facts = facts_of(store, by_name=by_name)
     return replace(facts, unaccounted=(*facts.unaccounted, *temporary_files(url)))
 
 
-def facts_of(store: ObjectStore) -> RootFacts:
+def read_root_by_name(url: str, variables: Mapping[str, str]) -> RootFacts:
+    """Read a root with what each of its steps holds; see `read_root`."""
+    return read_root(url, variables, by_name=True)
+
+
+def facts_of(store: ObjectStore, *, by_name: bool = False) -> RootFacts:
     """Read an open store; what is damaged becomes a problem, not an error.
 
     Raises:
@@ -120,19 +133,25 @@ def facts_of(store: ObjectStore) -> RootFacts:
         for _, record in counting
         for decision in decisions_of(record)
     }
-    chunks = _Chunks(store)
+    chunks = _Chunks(store, keeps=by_name)
     refs: set[str] = set()
+    saved: list[SavedState] = []
     for entry in newest.keeps:
         found = committed.get((entry.step, entry.timeline))
         if found is None:
             problems.append(f"step {entry.step} of {entry.timeline} is listed, but no record decides it")
         else:
-            problems += _cut_problems(store, StepId.of(entry), found, chunks, refs)
+            ranks: dict[int, RankSection] = {}
+            wrong = _cut_problems(store, StepId.of(entry), found, chunks, refs=refs, whole=ranks)
+            problems += wrong
+            if by_name and not wrong:
+                names = saved_names(ranks, found.mesh.axes, chunks.get)
+                saved.append(SavedState(step=entry.step, timeline=entry.timeline, names=names))
     bad = [entry.step for entry in newest.quarantined]
     for ref in bad:
         if (found := committed.get((ref.step, ref.timeline))) is not None:
             # What is wrong with it is known: only what it refers to is asked.
-            _cut_problems(store, StepId.of(ref), found, chunks, refs)
+            _cut_problems(store, StepId.of(ref), found, chunks, refs=refs, whole={})
     kept = {StepId.of(ref) for ref in [*newest.keeps, *bad]}
     left = leftovers(store, parse_record_key(newest_key), kept=kept, refs=refs)
     return RootFacts(
@@ -149,14 +168,20 @@ def facts_of(store: ObjectStore) -> RootFacts:
         unaccounted=left.unaccounted,
         sweep_takes_needed=left.sweep_takes_needed,
         sweep_error=left.sweep_error,
+        saved=tuple(saved),
     )
 
 
-class _Chunks:
-    """Checks each chunk once, however many steps refer to it."""
+_SMALL_BYTES = 1 << 16
+"""Chunks of objects are mostly shorter; of longer ones a second read costs less than the memory."""
 
-    def __init__(self, store: ObjectStore) -> None:
-        self._store = store
+
+class _Chunks:
+    """Checks each chunk once, however many steps refer to it; small ones may be kept, for objects are read from them."""
+
+    def __init__(self, store: ObjectStore, *, keeps: bool = False) -> None:
+        self._store, self._keeps = store, keeps
+        self._kept: dict[str, bytes] = {}
         self._verdicts: dict[str, str] = {}
         self.checked_bytes = 0
 
@@ -166,19 +191,36 @@ class _Chunks:
             self._verdicts[key] = self._look(key, digest, length)
         return self._verdicts[key]
 
+    def get(self, key: str) -> bytes:
+        """Return a chunk that was found good."""
+        return self._kept.get(key) or self._store.get(key)
+
     def _look(self, key: str, digest: bytes, length: int) -> str:
         try:
             data = self._store.get(key)
         except StorageError as error:
             return f"{key}: {error}"
         self.checked_bytes += len(data)
+        if self._keeps and len(data) <= _SMALL_BYTES:
+            self._kept[key] = data
         if len(data) != length:
             return f"{key}: {len(data)} bytes instead of {length}"
         return "" if blake3.blake3(data).digest() == digest else f"{key}: the bytes do not have their digest"
 
 
-def _cut_problems(store: ObjectStore, step: StepId, committed: Committed, chunks: _Chunks, refs: set[str]) -> list[str]:
-    """Return what speaks against a step being whole and of one cut; add to `refs` the keys that it refers to."""
+def _cut_problems(
+    store: ObjectStore,
+    step: StepId,
+    committed: Committed,
+    chunks: _Chunks,
+    *,
+    refs: set[str],
+    whole: dict[int, RankSection],
+) -> list[str]:
+    """Return what speaks against a step being whole and of one cut.
+
+    Adds to `refs` the keys that it refers to, and to `whole` its sections.
+    """
     problems, ranks = [], []
     for ref in committed.indexes:
         key = parse_key(ref.key)
@@ -194,6 +236,7 @@ def _cut_problems(store: ObjectStore, step: StepId, committed: Committed, chunks
         if (header.step, header.timeline, header.world) != (step.step, str(step.timeline), committed.world):
             problems.append(f"step {step}: {ref.key} is of step {header.step} of {header.timeline}")
         ranks += sorted(sections)
+        whole |= sections
         refs |= {chunk.key for section in sections.values() for chunk in chunk_refs(section)}
         wrong = [
             chunks.problem(chunk.key, chunk.digest, chunk.length)

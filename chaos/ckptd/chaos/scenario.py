@@ -109,7 +109,7 @@ class Expectation:
     Attributes:
         restored_from: Tiers the launch after the first fault may restore from; empty: anything. "mixed" is both: a
             replica that a rank of another node wrote comes from the store.
-        restored_step: "fault": the first launch after the first fault goes on from the very step that was in flight.
+        restored_step: "fault": the first launch after the first fault goes on from the step that was in flight, or a newer one.
         committed: "fault": the step that was in flight at the first fault is listed in the end, saved by that run.
             "after": a step that was begun when the last fault was over is.
         relaunches: Fewest and most launches after the first one; None: as many as faults that end a launch.

@@ -1,17 +1,18 @@
-"""A trial: the script once undisturbed, once hurt, and the verdict.
+"""A trial: the script undisturbed, then hurt, and the verdict.
 
 Owns: the order of things and the folders of a trial. Does not own: how a run is led (`conductor`) nor what is right
-(`judging`). `perform` is also what a program of its own uses to lead single runs (see examples/demo.py).
+(`judging`), nor whether the script can be judged at all (`fitness`). `perform` is also what a program of its own uses to
+lead single runs (see examples/demo.py), and several trials share what is undisturbed (`presets`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptd.chaos import cache
+from ckptd.chaos import cache, fitness
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.cluster.launcher import Launcher, Torchrun
 from ckptd.chaos.cluster.means import local_means, require_means
@@ -20,16 +21,26 @@ from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
 from ckptd.chaos.cluster.proxied import proxied_store
 from ckptd.chaos.cluster.store import Store, open_store
 from ckptd.chaos.conductor import Conductor, Limits, Performance
-from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, rates_of, read_audits, read_digests
+from ckptd.chaos.evidence import (
+    Evidence,
+    EvidenceError,
+    losses_of,
+    rates_of,
+    read_audits,
+    read_digests,
+    saves_of,
+    surroundings_of,
+)
 from ckptd.chaos.history import Event
 from ckptd.chaos.judging import judge, nondeterminism
 from ckptd.chaos.network.way import NotRunError, choose_way, open_network
 from ckptd.chaos.record import Record, save_record, versions
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.write import write_report
-from ckptd.chaos.root import RootFacts, read_root
+from ckptd.chaos.root import RootFacts, read_root_by_name
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.schedule import PlannedFault, ScheduleError, schedule
+from ckptd.chaos.watch import last_lines
 from ckptd.storage_backends.errors import StorageError
 
 JOB = "chaos"
@@ -52,6 +63,8 @@ class Stage:
         read_root: Reads a root's facts (URL, variables of the store); None: roots are not read.
         observe: Is told (name of the run, event) as events are seen.
         network: How the network is hurt: netns, proxy, or auto (namespaces where they are allowed).
+        environment: Variables of the ranks besides CKPTD_ROOT and CKPTD_JOB.
+        preset: Name of the preset that the trial is a part of; "" where it is none.
     """
 
     nnodes: int
@@ -63,19 +76,58 @@ class Stage:
     launcher: Callable[[Path], Launcher] = Torchrun
     spawn_agent: Spawn = Leashed
     spawn_ranks: Spawn = Leashed
-    read_root: Callable[..., RootFacts] | None = read_root
+    read_root: Callable[..., RootFacts] | None = read_root_by_name
     observe: Callable[[str, Event], None] = lambda _run, _event: None
     network: str = "auto"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    preset: str = ""
 
 
 class TrialError(Exception):
-    """A run could not be led at all, so that nothing can be said."""
+    """A run could not be led at all, so that nothing can be said.
+
+    Attributes:
+        unfit: Why the script cannot be judged, where it is the script that is in the way; else None.
+    """
+
+    def __init__(self, text: str, unfit: fitness.Unfit | None = None) -> None:
+        super().__init__(text)
+        self.unfit = unfit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Undisturbed:
+    """What the script leaves when nobody hurts it.
+
+    Attributes:
+        first: Of one run.
+        repeat: Of a second one; None where it was run once.
+    """
+
+    first: Evidence
+    repeat: Evidence | None = None
 
 
 def perform(
-    stage: Stage, store: Store, name: str, *, faults: Sequence[PlannedFault] = (), agent_failpoints: str = ""
+    stage: Stage,
+    store: Store,
+    name: str,
+    *,
+    faults: Sequence[PlannedFault] = (),
+    agent_failpoints: str = "",
+    root_name: str = "",
+    saves_are_steps: bool = False,
 ) -> tuple[Performance, Evidence]:
     """Lead one run in the folder `name` of the stage; return how it went and what it left.
+
+    Args:
+        stage: Where.
+        store: Has its root.
+        name: Of the run.
+        faults: What strikes, in order.
+        agent_failpoints: Failpoints of every agent all the time.
+        root_name: Of its root; the run's name where it is "".
+        saves_are_steps: The script prints no steps: what it saves tells them.
 
     Raises:
         TrialError: An agent or a launcher could not be started, or the evidence cannot be read.
@@ -83,7 +135,7 @@ def perform(
     folder = stage.out / name
     digests = folder / "digests" / "list"
     digests.parent.mkdir(parents=True, exist_ok=False)
-    root = store.root(name)
+    root = store.root(root_name or name)
     filled = {"{root}": root, "{digests}": str(digests), "{out}": str(folder / "out.json")}
     script = [_filled(part, filled) for part in stage.command]
     proxied = proxied_store(store, folder, root, faults)
@@ -106,10 +158,12 @@ def perform(
     conductor = Conductor(
         cluster,
         script,
-        environment={"CKPTD_ROOT": root, "CKPTD_JOB": JOB},
+        environment={"CKPTD_ROOT": root, "CKPTD_JOB": JOB, **stage.environment},
         faults=faults,
         limits=stage.limits,
-        observe=lambda event: stage.observe(name, event),
+        observe=lambda event: stage.observe(root_name or name, event),
+        hears_clients=True,
+        saves_are_steps=saves_are_steps,
     )
     try:
         with local_means(cluster, faults, root):
@@ -118,12 +172,16 @@ def perform(
         for proof in (proxied, network, cluster.planted):
             if proof is not None:
                 performance = replace(performance, struck=proof.proved(performance.struck))
+        tracked, untracked = surroundings_of(performance.history)
         evidence = Evidence(
             losses=losses_of(performance.history),
             digests=read_digests(digests),
             root=facts,
             rates=rates_of(performance.history),
             audit=read_audits(folder),
+            saves=saves_of(performance.history),
+            tracked=tracked,
+            untracked=untracked,
         )
     except (ProcessError, EvidenceError, StorageError) as error:
         raise TrialError(f"the {name} run cannot be judged: {error}") from error
@@ -153,12 +211,52 @@ def run_trial(
         ScheduleError: The scenario does not fit the number of nodes and ranks.
         OSError: Evidence or report cannot be written.
     """
+    faults = planned(stage, scenario, store=store, seed=seed)
+    begun = time.monotonic()
+    record = begin_record(stage, scenario, store=store, seed=seed)
+    try:
+        require_here(stage, faults, store=store)
+        with open_store(store, stage.out / "store") as opened:
+            before = undisturbed_runs(stage, opened, store, cache_folder, twice=twice)
+            record = replace(record, undisturbed=before.first, repeat=before.repeat)
+            if not nondeterminism(record):
+                record = hurt(stage, scenario, opened, record, faults)
+    except (TrialError, RuntimeError, TimeoutError, OSError) as error:
+        record = with_problem(record, error)
+    return conclude(stage, replace(record, seconds=round(time.monotonic() - begun, 3)))
+
+
+def planned(stage: Stage, scenario: Scenario, *, store: str, seed: int) -> tuple[PlannedFault, ...]:
+    """Return a scenario's faults for this stage.
+
+    Raises:
+        ScheduleError: The scenario does not fit the number of nodes and ranks, or the store.
+    """
     faults = schedule(scenario, nnodes=stage.nnodes, nproc=stage.nproc, seed=seed)
     if store != "s3" and any(fault.store is not None for fault in faults):
         raise ScheduleError(f"scenario {scenario.name} makes an S3 store fail; say --store s3")
+    require_means(faults, store=store)
+    return faults
+
+
+def require_here(stage: Stage, faults: Sequence[PlannedFault], *, store: str) -> None:
+    """Check that what a scenario does can be done on this machine. Nothing is started.
+
+    Raises:
+        TrialError: It cannot, and why.
+    """
     not_here = require_means(faults, store=store)
-    begun = time.monotonic()
-    record = Record(
+    if not_here:
+        raise TrialError(not_here)
+    try:
+        choose_way(stage.network, faults, has_endpoint=store == "s3")
+    except NotRunError as error:
+        raise TrialError(str(error)) from error
+
+
+def begin_record(stage: Stage, scenario: Scenario, *, store: str, seed: int) -> Record:
+    """Return the record of a trial that begins now."""
+    return Record(
         scenario=scenario,
         nnodes=stage.nnodes,
         nproc=stage.nproc,
@@ -168,66 +266,92 @@ def run_trial(
         begun=round(time.time(), 3),
         versions=versions(),
         network=stage.network,
-        problem=not_here,
+        preset=stage.preset,
     )
-    if not_here:
-        return _reported(record, stage.out)
-    try:
-        choose_way(stage.network, faults, has_endpoint=store == "s3")
-        with open_store(store, stage.out / "store") as opened:
-            undisturbed, repeat = undisturbed_runs(stage, opened, store, cache_folder, twice=twice)
-            record = replace(record, undisturbed=undisturbed, repeat=repeat)
-            if not nondeterminism(record):
-                performance, hurt = perform(
-                    stage, opened, "hurt", faults=faults, agent_failpoints=scenario.agent_failpoints
-                )
-                record = replace(record, performance=performance, hurt=hurt)
-    except (TrialError, NotRunError, RuntimeError, TimeoutError, OSError) as error:
-        record = replace(record, problem=str(error) or repr(error))
-    return _reported(replace(record, seconds=round(time.monotonic() - begun, 3)), stage.out)
 
 
-def _reported(record: Record, out: Path) -> Report:
-    save_record(record, out)
-    report = judge(record, out)
+def hurt(
+    stage: Stage,
+    scenario: Scenario,
+    store: Store,
+    record: Record,
+    faults: Sequence[PlannedFault],
+    *,
+    root_name: str = "",
+) -> Record:
+    """Lead the run that is hurt, and return the record with it; the undisturbed evidence must stand in it.
+
+    Raises:
+        TrialError: It could not be led.
+    """
+    performance, evidence = perform(
+        stage,
+        store,
+        "hurt",
+        faults=faults,
+        agent_failpoints=scenario.agent_failpoints,
+        root_name=root_name,
+        saves_are_steps=record.undisturbed is not None and not record.undisturbed.losses,
+    )
+    return replace(record, performance=performance, hurt=evidence)
+
+
+def with_problem(record: Record, error: Exception) -> Record:
+    """Return the record of a trial that an error ended."""
+    unfit = error.unfit if isinstance(error, TrialError) else None
+    return replace(record, problem=str(error) or repr(error), unfit="" if unfit is None else str(unfit.reason))
+
+
+def conclude(stage: Stage, record: Record) -> Report:
+    """Save a record, judge it, and write the report.
+
+    Raises:
+        OSError: As the file system says.
+    """
+    save_record(record, stage.out)
+    report = judge(record, stage.out)
     write_report(report, record)
     return report
 
 
-def undisturbed_runs(
-    stage: Stage, store: Store, kind: str, cache_folder: Path | None, *, twice: bool
-) -> tuple[Evidence, Evidence | None]:
-    """Return the evidence of an undisturbed run, and of a second one where two are wanted.
-
-    Args:
-        stage: Where.
-        store: Of the runs.
-        kind: "local" or "s3".
-        cache_folder: Where such runs are kept; None: run it anew, and keep nothing.
-        twice: Two are wanted.
+def undisturbed_runs(stage: Stage, store: Store, kind: str, cache_folder: Path | None, *, twice: bool) -> Undisturbed:
+    """Return what the script leaves undisturbed: run now, or kept from before; twice where that is wanted.
 
     Raises:
-        TrialError: The script does not get through undisturbed.
+        TrialError: It does not get through, or cannot be judged.
     """
-    if cache_folder is None:
+    script = script_file(stage.command)
+    if cache_folder is None or script is None:
         first = _perform_undisturbed(stage, store, "undisturbed")
-        return first, _perform_undisturbed(stage, store, "repeat") if twice else None
-    code = cache.code_digest(Path(stage.command[0]))
-    key = cache.cache_key(stage.command, nnodes=stage.nnodes, nproc=stage.nproc, store=kind, code=code)
+        return Undisturbed(first=first, repeat=_perform_undisturbed(stage, store, "repeat") if twice else None)
+    variables = [f"{name}={value}" for name, value in sorted(stage.environment.items())]
+    code = cache.code_digest(script)
+    key = cache.cache_key([*variables, *stage.command], nnodes=stage.nnodes, nproc=stage.nproc, store=kind, code=code)
     known, again = cache.load(cache_folder, key), cache.load(cache_folder, f"{key}-repeat")
     if known is not None and again is not None:
-        return known, again
+        return Undisturbed(first=known, repeat=again)
     if known is None:
         known = _perform_undisturbed(stage, store, "undisturbed")
         cache.save(cache_folder, key, known)
     if twice:
         again = _perform_undisturbed(stage, store, "repeat")
         cache.save(cache_folder, f"{key}-repeat", again)
-    return known, again
+    return Undisturbed(first=known, repeat=again)
+
+
+def script_file(command: Sequence[str]) -> Path | None:
+    """Return the file that a command runs: the script, or the module behind `-m`; None where it cannot be found."""
+    if command[0] != "-m":
+        return Path(command[0])
+    path = Path(*command[1].split("."))
+    return next((one for one in (path.with_suffix(".py"), path / "__main__.py") if one.is_file()), None)
 
 
 def _perform_undisturbed(stage: Stage, store: Store, name: str) -> Evidence:
     performance, evidence = perform(stage, store, name)
+    outputs = (stage.out / name / "launches" / "1").glob("*.???")
+    if (found := fitness.unfit(performance, evidence, output=last_lines(sorted(outputs)))) is not None:
+        raise TrialError(found.text, found)
     if not performance.finished or performance.launches != 1:
         why = performance.why or _first_death(performance)
         raise TrialError(f"the script does not get through undisturbed: {why}")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from ckptd.chaos.history import Event, History, parse_event, parse_output
+from ckptd.chaos.history import Event, History, parse_event, parse_output, said_for_script
 
 # Bound on how late an event is seen; one round over some ten files costs 0.1 ms.
 TICK = timedelta(milliseconds=20)
@@ -48,11 +48,15 @@ class _Source:
     name: str
     tail: Tail
     is_output: bool
+    script: str = ""
+    tells_steps: bool = False
 
-    def parse(self, line: str) -> Event | None:
-        if self.is_output:
-            return parse_output(line, self.name, time.time())
-        return parse_event(line, self.name)
+    def parse(self, line: str) -> list[Event]:
+        told = parse_output(line, self.name, time.time()) if self.is_output else parse_event(line, self.name)
+        if told is None:
+            return []
+        said = said_for_script(told, self.script, with_steps=self.tells_steps) if self.script else None
+        return [told] if said is None else [told, said]
 
 
 class Watcher:
@@ -67,10 +71,25 @@ class Watcher:
         self._history = history
         self._true_time = true_time
         self._sources: dict[Path, _Source] = {}
+        # Source and step of each restore that was told: by the client, and by a line of the script that says the same.
+        self._restores: set[tuple[str, int | None]] = set()
 
     def follow_events(self, path: Path, source: str) -> None:
         """Follow an event log from its beginning; a second call for the same file changes nothing."""
         self._sources.setdefault(path, _Source(name=source, tail=Tail(path), is_output=False))
+
+    def follow_clients(self, path: Path, source: str, script: str, *, tells_steps: bool) -> None:
+        """Follow the event log of ranks, and let rank 0's speak for the source `script` too: of restores, and of steps.
+
+        Args:
+            path: The log.
+            source: Name of the clients.
+            script: Name of the script's output in this launch.
+            tells_steps: Each step that is saved counts as trained then: for a script that prints none.
+        """
+        self._sources.setdefault(
+            path, _Source(name=source, tail=Tail(path), is_output=False, script=script, tells_steps=tells_steps)
+        )
 
     def follow_output(self, path: Path, source: str) -> None:
         """Follow the output of a script from its beginning."""
@@ -82,10 +101,18 @@ class Watcher:
             event if source.is_output else self._true_time(event)
             for source in self._sources.values()
             for line in source.tail.lines()
-            if (event := source.parse(line)) is not None
+            for event in source.parse(line)
         ]
         found.sort(key=lambda event: event.t)
-        return [self._history.add(event) for event in found]
+        return [self._history.add(event) for event in found if self._is_news(event)]
+
+    def _is_news(self, event: Event) -> bool:
+        if event.kind != "restored" or not event.source.startswith("script"):
+            return True
+        told = (event.source, event.step)
+        is_news = told not in self._restores
+        self._restores.add(told)
+        return is_news
 
 
 def wait_until(is_true: Callable[[], bool], *, within: timedelta) -> bool:
@@ -105,3 +132,13 @@ def read_tail(path: Path, *, most: int = 2000) -> str:
         file.seek(max(0, file.tell() - most))
         return file.read().decode("utf-8", errors="replace")
     return ""
+
+
+def last_lines(paths: Iterable[Path], *, most: int = 8) -> str:
+    """Return the last lines of some files that are not empty, each named; at most `most` of each."""
+    told = []
+    for path in paths:
+        lines = [line for line in read_tail(path).splitlines() if line.strip()]
+        if lines:
+            told += [f"[{path.name}] {line}" for line in lines[-most:]]
+    return "\n".join(told)

@@ -252,6 +252,10 @@ class Auditor:
         """Return what may be missing."""
         return audit(self._things(state), scope_of=self._scope_of, world=self._world)
 
+    def things(self, state: Mapping[str, Any] | None) -> Mapping[str, object]:
+        """Return what is saved, by name."""
+        return self._things(state)
+
     def at_save(self, state: Mapping[str, Any] | None) -> None:
         """Say once what was found.
 

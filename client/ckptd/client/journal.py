@@ -27,6 +27,11 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether events are written at all."""
+        return self._handle >= 0
+
     def emit(self, kind: str, **fields: object) -> None:
         """Write one event; bytes are ints, durations `seconds`."""
         if self._handle < 0:

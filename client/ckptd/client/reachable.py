@@ -18,11 +18,12 @@ LIMIT = 20_000
 _WIDEST = 256
 """Items looked at in one container: what lies in a longer one is data."""
 _DEPTH = 12
-_OPAQUE = (
+OPAQUE = (
     *(str, bytes, bytearray, int, float, complex, type, type(None)),
     *(FunctionType, MethodType, BuiltinFunctionType, ModuleType),
     *(torch.Tensor, torch.dtype, torch.device, np.ndarray, np.generic),
 )
+"""Types that hold nothing to be found."""
 
 
 def reachable(name: str, thing: object) -> Iterator[tuple[str, object]]:
@@ -37,14 +38,15 @@ def reachable(name: str, thing: object) -> Iterator[tuple[str, object]]:
             looked += 1
             if looked >= LIMIT:
                 return
-            for child_path, child in _children(path, value):
-                if id(child) not in seen and not isinstance(child, _OPAQUE):
+            for child_path, child in children(path, value):
+                if id(child) not in seen and not isinstance(child, OPAQUE):
                     seen.add(id(child))
                     below.append((child_path, child))
         level = below
 
 
-def _children(path: str, value: object) -> Iterator[tuple[str, object]]:
+def children(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """Yield what a value holds itself, with its path."""
     if isinstance(value, dict):
         for key, item in islice(value.items(), _WIDEST):
             yield f"{path}[{key!r}]" if isinstance(key, str | int) else f"{path}[...]", item

@@ -7,8 +7,11 @@ next save is not touched by it.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from .mesh import Topology
 from .slot_writers import SharedSlot, SlotMaps, StreamedSlot
 from .staging import Capture, SlotPlan, SlotWriter, lies_in_place, slot_plan
 from .state import Layout
+from .surroundings import tracked_kinds, untracked
 from .tracking import CaptureFailedError, Tracking
 
 _CALL_S = 30.0
@@ -77,6 +81,7 @@ class Saver:
         self._plans: dict[bytes, SlotPlan] = {}
         self._put: tuple[str, Layout] | None = None
         self._preference: tuple[Layout, bool] | None = None
+        self._has_told = False
 
     def save(
         self,
@@ -118,6 +123,7 @@ class Saver:
     ) -> Capture:
         try:
             self._auditor.at_save(state)
+            self._tell_surroundings(step, state)
             collected = self._tracking.collect(state)
         except CaptureFailedError as failure:
             error = Aborted(
@@ -137,6 +143,20 @@ class Saver:
             raise refused from refusal
         versions = {"ckptd": CKPTD_VERSION, "torch": str(torch.__version__)}
         return Capture(collected, metrics=metrics, tags=tags, versions=versions)
+
+    def _tell_surroundings(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """Write once into the event log what is tracked, and what the callers hold besides; a save never fails of it."""
+        if self._has_told or not self._journal.is_on:
+            return
+        self._has_told = True
+        with contextlib.suppress(Exception):
+            things = self._auditor.things(state)
+            self._journal.emit(
+                "audited",
+                step=step,
+                tracked=tracked_kinds(things),
+                untracked=[asdict(one) for one in untracked(sys._getframe(1), things)],  # noqa: SLF001 - documented
+            )
 
     def _fail_step(self, step: int, error: CkptdError) -> None:
         """Tell all ranks, best effort: they would else wait for this one until their deadline.

@@ -28,7 +28,7 @@ def unsaved_generators(name: str, thing: object, tracked: set[int]) -> Iterator[
         thing: What is tracked.
         tracked: Identities of all that is tracked.
     """
-    known = tracked | {id(one) for one in _of_the_process()}
+    known = tracked | {id(one) for one in generators_of_the_process()}
     inner: list[tuple[str, Generator]] = [
         (path, value)
         for path, value in reachable(name, thing)
@@ -45,7 +45,8 @@ def unsaved_generators(name: str, thing: object, tracked: set[int]) -> Iterator[
             yield path
 
 
-def _of_the_process() -> list[object]:
+def generators_of_the_process() -> list[object]:
+    """Return the generators that every process has: `rng` saves them."""
     devices = torch.cuda.default_generators if torch.cuda.is_available() else ()
     inst = random.getrandbits.__self__  # type: ignore[attr-defined] # the generator behind the module's functions
     return [torch.default_generator, inst, *devices]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptd.chaos.checkers import bits, bounds, expectations, fencing, leaks, promises, restores
+from ckptd.chaos.checkers import after_restore, bits, bounds, expectations, fencing, leaks, promises, restores
 from ckptd.chaos.checkers.case import Case
 from ckptd.chaos.verdict import Finding
 
@@ -17,6 +17,7 @@ CHECKS: tuple[Callable[[Case], Finding], ...] = (
     bits.same_losses,
     bits.same_digests,
     bits.same_state_digests,
+    after_restore.compared_after_restore,
     promises.one_cut,
     promises.acknowledged_kept,
     restores.restored_newest,

@@ -1,4 +1,4 @@
-"""Bit-exactness: losses, SHA-256 lists and state digests of both runs must be equal wherever both say something.
+"""Bit-exactness: losses, SHA-256 lists and saved states of both runs must be equal wherever both say something.
 
 Each check names what diverged first: the lowest step, then the lowest rank, then the name. What the undisturbed run
 does not tell cannot be compared and is no failure; `something_was_compared` sees to it that not everything is missing.
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from ckptd.chaos.checkers.case import Case
 from ckptd.chaos.checkers.divergence import classify, first_difference, wrong_names
+from ckptd.chaos.checkers.saved_states import saved_by_step, shown, unseeded, wrong_states
 from ckptd.chaos.evidence import DigestList, Evidence
 from ckptd.chaos.launches import beside
 from ckptd.chaos.verdict import FailureClass, Finding
@@ -22,39 +23,77 @@ def deterministic(case: Case) -> Finding:
     if difference := self_difference(case.undisturbed, case.repeat):
         return Finding.unknown("deterministic", f"the script is not deterministic: {difference}")
     count = len(case.repeat.losses) + sum(len(entry.sha256) for entry in case.repeat.digests)
-    return Finding.passed("deterministic", f"two undisturbed runs are equal in {count} losses and SHA-256", count)
+    text = f"two undisturbed runs are equal in {count} losses and SHA-256"
+    if states := saved_by_step(case.undisturbed).keys() & saved_by_step(case.repeat).keys():
+        text += f", and in {len(states)} saved states"
+    if alone := unseeded(case.undisturbed, case.repeat):
+        text += f"; not seeded, and nothing draws from them: {shown(sorted(alone))}"
+    return Finding.passed("deterministic", text, count + len(states))
 
 
 def self_difference(first: Evidence, second: Evidence) -> str:
     """Return how two undisturbed runs differ: the first step, and the first tensors; "" if they do not."""
-    one, other = dict(first.losses), dict(second.losses)
-    losses = [step for step in sorted(one.keys() | other.keys()) if one.get(step) != other.get(step)]
+    one, other = losses_by_step(first), losses_by_step(second)
+    losses = [step for step in sorted(one.keys() | other.keys()) if _wavers(one.get(step), other.get(step))]
     entry = first_difference(first.digests, second.digests)
     told = []
     if losses:
-        told.append((losses[0], f"step {losses[0]}, loss {one.get(losses[0])} and {other.get(losses[0])}"))
+        told.append(
+            (losses[0], f"step {losses[0]}, loss {_either(one.get(losses[0]))} and {_either(other.get(losses[0]))}")
+        )
     if entry is not None:
         held = next(e for e in first.digests if (e.step, e.rank, e.when) == (entry.step, entry.rank, "step"))
-        told.append((entry.step, f"step {entry.step}, rank {entry.rank}: {_names(wrong_names(held, entry))}"))
-    if not told and first.root is not None and second.root is not None:
+        told.append((entry.step, f"step {entry.step}, rank {entry.rank}: {shown(wrong_names(held, entry))}"))
+    if saved := next(wrong_states(first, second), None):
+        state, names = saved
+        told.append((state.step, f"step {state.step}, saved: {shown(names)}{_seeds(names)}"))
+    elif not told and not unseeded(first, second) and first.root is not None and second.root is not None:
         digests, others = first.root.state_digests(), second.root.state_digests()
         wrong = sorted(step for step in digests.keys() & others.keys() if digests[step] != others[step])
         hint = "the state that was saved, though losses and lists are equal: seed python's and numpy's generators too"
         told += [(step, f"step {step}, {hint}") for step in wrong[:1]]
+    if not first.losses and not told and set(first.saves) != set(second.saves):
+        step = min(set(first.saves) ^ set(second.saves))
+        told.append((step, f"step {step}, which only one of them saves: save every so many steps, not by the clock"))
     return f"two undisturbed runs differ first at {'; at '.join(text for _, text in sorted(told))}" if told else ""
+
+
+def _seeds(names: list[str]) -> str:
+    hidden = [name for name in names if name.startswith(("rng/python", "rng/numpy"))]
+    return " (seed python's and numpy's generators too)" if len(hidden) == len(names) else ""
+
+
+def losses_by_step(evidence: Evidence) -> dict[int, frozenset[str]]:
+    """Return what was printed as the loss of each step: one value, or one of each rank that printed its own."""
+    found: dict[int, set[str]] = {}
+    for step, loss in evidence.losses:
+        found.setdefault(step, set()).add(loss)
+    return {step: frozenset(values) for step, values in found.items()}
+
+
+def _wavers(one: frozenset[str] | None, other: frozenset[str] | None) -> bool:
+    """Whether two runs contradict each other; lines of several ranks may be lost where they were written at one time."""
+    if one is None or other is None:
+        return len(one or other or ()) <= 1
+    return one != other if len(one) == len(other) == 1 else not (one <= other or other <= one)
+
+
+def _either(values: frozenset[str] | None) -> str:
+    return " or ".join(sorted(values)) if values else str(None)
 
 
 def same_losses(case: Case) -> Finding:
     """Every loss that the hurt run printed, in any launch, is the undisturbed one's, bit by bit."""
-    expected = dict(case.undisturbed.losses)
+    expected = losses_by_step(case.undisturbed)
     common = [(step, loss) for step, loss in case.hurt.losses if step in expected]
     if expected and not common:
         return Finding.unknown("same_losses", "the hurt run printed no loss of a step that the undisturbed one printed")
-    wrong = [(step, loss) for step, loss in common if loss != expected[step]]
+    wrong = [(step, loss) for step, loss in common if loss not in expected[step]]
     if wrong:
         step, loss = min(wrong)
-        failure, origin = _kind(loss, step, expected)
-        text = f"first at step {step}: {loss} instead of {expected[step]}" + _of(origin)
+        origin = max((other for other, values in expected.items() if loss in values and other != step), default=None)
+        failure = FailureClass.SILENT_DIVERGENCE if origin is None else FailureClass.STALE_CONTENT
+        text = f"first at step {step}: {loss} instead of {_either(expected[step])}" + _of(origin)
         return Finding.failed("same_losses", failure, text, len(common))
     return Finding.passed("same_losses", f"{len(common)} losses equal", len(common))
 
@@ -92,7 +131,7 @@ def _difference(expected: DigestList, entry: DigestList) -> str:
 
 
 def same_state_digests(case: Case) -> Finding:
-    """Every step that both roots list has the same state digest."""
+    """Every step that both roots list has the same state digest, but for generators that nobody seeds or draws from."""
     if case.undisturbed.root is None or case.hurt.root is None:
         return Finding.passed("same_state_digests", "no root was read")
     expected, found = case.undisturbed.root.state_digests(), case.hurt.root.state_digests()
@@ -101,12 +140,27 @@ def same_state_digests(case: Case) -> Finding:
         return Finding.unknown(
             "same_state_digests", f"no step is listed in both roots: {sorted(expected)} and {sorted(found)}"
         )
+    names = {state.step: differing for state, differing in wrong_states(case.undisturbed, case.hurt)}
+    named = saved_by_step(case.undisturbed).keys() & saved_by_step(case.hurt).keys()
+    left_out = 0
     for step in common:
-        if expected[step] != found[step]:
-            failure, origin = _kind(found[step], step, expected)
-            text = f"first at step {step}: {found[step]} instead of {expected[step]}" + _of(origin)
-            return Finding.failed("same_state_digests", failure, text, len(common))
+        if expected[step] == found[step]:
+            continue
+        if step in named and step not in names:
+            left_out += 1
+            continue
+        failure, origin = _kind(found[step], step, expected)
+        text = f"first at step {step}: {found[step]} instead of {expected[step]}" + _of(origin)
+        if step in names:
+            text = (
+                f"first at step {step}{_of(origin)}: {shown(names[step])}; state digest {found[step][:12]} instead of "
+            )
+            text += expected[step][:12]
+        return Finding.failed("same_state_digests", failure, text, len(common))
     text = f"{len(common)} state digests equal: steps {short(common)}"
+    if left_out:
+        alone = shown(sorted(unseeded(case.undisturbed, case.hurt)))
+        text = f"{len(common)} saved states equal by name: steps {short(common)}; but for {alone}, which nothing draws from"
     return Finding.passed("same_state_digests", text, len(common))
 
 
@@ -114,9 +168,11 @@ def same_end(case: Case) -> Finding:
     """The hurt run trained every step that the undisturbed one trained, to the same last one."""
     expected, found = ({step for step, _ in evidence.losses} for evidence in (case.undisturbed, case.hurt))
     if not expected:
-        return Finding.unknown(
-            "same_end", "the undisturbed run printed no step; the script must print `step N loss HEX`"
-        )
+        expected, found = set(case.undisturbed.saves), set(case.hurt.saves)
+    # A line that was lost among those of other ranks does not undo a step that was saved.
+    found |= set(case.hurt.saves) & expected
+    if not expected:
+        return Finding.unknown("same_end", "the undisturbed run neither printed a step (`step N loss X`) nor saved one")
     if missing := sorted(expected - found):
         failure = FailureClass.LOST_WORK if case.performance.finished else FailureClass.HARD_FAIL
         return Finding.failed("same_end", failure, f"steps {short(missing)} were never trained", len(expected))
@@ -152,7 +208,3 @@ def _kind(found: str, step: int, expected: Mapping[int, str]) -> tuple[FailureCl
 
 def _of(origin: int | None) -> str:
     return "" if origin is None else f", which is that of step {origin}"
-
-
-def _names(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

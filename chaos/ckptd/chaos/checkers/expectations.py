@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptd.chaos.checkers.case import Case
+from ckptd.chaos.checkers.promises import required
 from ckptd.chaos.verdict import FailureClass, Finding
 
 
@@ -22,7 +23,8 @@ def expected_restores(case: Case) -> Finding:
         if first.step is None:
             text = "which step was in flight at the fault cannot be told"
             return Finding.unknown("expected_restores", text)
-        if first.restored_step != first.step:
+        # A script that saves faster than the harness strikes may have staged a newer one: that is more, not less.
+        if (first.restored_step or 0) < first.step:
             text = f"went on from step {first.restored_step}, not from step {first.step}, which was in flight"
             return Finding.failed("expected_restores", FailureClass.LOST_WORK, text)
     if expect.restored_from and first.restored_from not in expect.restored_from:
@@ -49,6 +51,10 @@ def expected_commit(case: Case) -> Finding:
     if not begun:
         text = f"no agent tells the timeline of step {first.step}"
         return Finding.unknown("expected_commit", text)
+    if not required({(first.step, begun[0])}, case.hurt.root):
+        return Finding.passed(
+            "expected_commit", f"step {first.step} of {begun[0]} would have been dropped by retention"
+        )
     if (first.step, begun[0]) not in case.hurt.root.listed:
         text = f"step {first.step} of {begun[0]} was in flight and is not listed"
         return Finding.failed("expected_commit", FailureClass.LOST_WORK, text)

@@ -85,7 +85,7 @@ def acknowledged_kept(case: Case) -> Finding:
     history = case.performance.history
     acknowledged = [e for e in history.of("acknowledged", source="agent") if e.fields.get("committed") is not False]
     steps = {(event.step, str(event.fields.get("timeline"))) for event in acknowledged if event.step is not None}
-    if root is not None and (lost := sorted(_required(steps, root) - set(root.listed))):
+    if root is not None and (lost := sorted(required(steps, root) - set(root.listed))):
         step, timeline = lost[0]
         text = f"step {step} of {timeline} was acknowledged and is not listed"
         return Finding.failed("acknowledged_kept", FailureClass.LOST_WORK, text)
@@ -100,7 +100,7 @@ def acknowledged_kept(case: Case) -> Finding:
     return Finding.passed("acknowledged_kept", f"{len(steps)} acknowledged steps")
 
 
-def _required(steps: set[tuple[int, str]], root: RootFacts) -> set[tuple[int, str]]:
+def required(steps: set[tuple[int, str]], root: RootFacts) -> set[tuple[int, str]]:
     """Return the acknowledged steps that retention cannot have dropped."""
     if root.keep_last == 0:
         return steps

@@ -16,17 +16,16 @@ from typing import Self
 
 from ckptd.chaos.cluster.store import LocalStore, Store, open_store
 from ckptd.chaos.conductor import Limits
-from ckptd.chaos.evidence import Evidence
 from ckptd.chaos.history import Event
-from ckptd.chaos.judging import judge, nondeterminism
-from ckptd.chaos.record import Record, save_record, versions
+from ckptd.chaos.judging import nondeterminism
+from ckptd.chaos.record import Record, versions
 from ckptd.chaos.report import Report
-from ckptd.chaos.reports.write import write_report, write_text
+from ckptd.chaos.reports.write import write_text
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.scenario_writer import to_toml
 from ckptd.chaos.schedule import schedule
 from ckptd.chaos.soak.small_job import COMMAND, LIMITS, SmallLauncher, spawners
-from ckptd.chaos.trial import Stage, TrialError, perform, undisturbed_runs
+from ckptd.chaos.trial import Stage, TrialError, Undisturbed, conclude, hurt, undisturbed_runs, with_problem
 from ckptd.chaos.verdict import Verdict
 
 SCENARIO_FILE = "schedule.toml"
@@ -68,7 +67,7 @@ class Soak:
         self.setting, self._out, self._observe = setting, out, observe
         self._stack = ExitStack()
         self._stores: dict[str, Store] = {}
-        self._undisturbed: dict[str, tuple[Evidence, Evidence | None]] = {}
+        self._undisturbed: dict[str, Undisturbed] = {}
         self._stage: Stage | None = None
 
     def run(self, scenario: Scenario, *, store: str, seed: int, name: str, replay: str) -> Report:
@@ -104,23 +103,17 @@ class Soak:
             replay=replay.replace("{file}", str(folder / SCENARIO_FILE)),
         )
         try:
-            undisturbed, repeat = self._undisturbed_runs(store)
-            record = replace(record, undisturbed=undisturbed, repeat=repeat)
+            before = self._undisturbed_runs(store)
+            record = replace(record, undisturbed=before.first, repeat=before.repeat)
             if not nondeterminism(record):
                 begun = time.monotonic()
                 stage = replace(self._make_stage(), out=folder)
                 opened = self._store(store).of_run(folder, name)
-                performance, hurt = perform(
-                    stage, opened, "hurt", faults=faults, agent_failpoints=scenario.agent_failpoints
-                )
-                record = replace(record, performance=performance, hurt=hurt)
+                record = hurt(stage, scenario, opened, record, faults)
         except (TrialError, RuntimeError, TimeoutError, OSError) as error:
-            record = replace(record, problem=str(error) or repr(error))
+            record = with_problem(record, error)
         record = replace(record, seconds=round(time.monotonic() - begun, 3))
-        save_record(record, folder)
-        report = judge(record, folder)
-        write_report(report, record)
-        return report
+        return conclude(replace(self._make_stage(), out=folder), record)
 
     def remove(self, report: Report) -> None:
         """Remove the evidence of a run."""
@@ -132,7 +125,7 @@ class Soak:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
-    def _undisturbed_runs(self, store: str) -> tuple[Evidence, Evidence | None]:
+    def _undisturbed_runs(self, store: str) -> Undisturbed:
         if store not in self._undisturbed:
             folder = self._out / f"undisturbed-{store}"
             # A run that was tried and failed before: nothing of it may be taken for this one's.

@@ -1,0 +1,89 @@
+"""A script of one's own in CI: the preset on the smallest example, and on scripts that forget something or cannot be judged."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.mesh, pytest.mark.timeout(1500)]
+pytest_plugins = ["pytester"]
+
+HERE = Path(__file__).parent.parent
+TRAIN_MIN = HERE.parent / "examples" / "train_min.py"
+FORGETFUL = HERE / "fixtures" / "forgetful.py"
+
+
+def chaos(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "ckptd.daemon.cli",
+        "chaos",
+        "run",
+        "--preset",
+        "ci",
+        "--no-cache",
+        "--out",
+        str(out),
+    ]
+    return subprocess.run([*command, *words], check=False, capture_output=True, text=True)
+
+
+def test_the_smallest_example_passes_the_preset_for_ci(tmp_path: Path) -> None:
+    """Every fault of it fires, every bit is that of the undisturbed runs, and one summary says so."""
+    out = tmp_path / "out"
+    ended = chaos(out, "--seed", "1", "--", "torchrun", "--nproc-per-node=2", str(TRAIN_MIN), "{root}", "16")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = json.loads((out / "report.json").read_text())
+    assert (told["verdict"], told["trials"], told["verdicts"]["pass"]) == ("pass", 5, 5)
+    for report in told["reports"]:
+        assert [account["fired"] for account in report["accounts"]] == [True], report["scenario"]
+        compared = {finding["check"]: finding["compared"] for finding in report["findings"]}
+        assert compared["same_losses"] >= 16
+        # Saves wait for a slot; one that is in flight when an agent dies may be lost.
+        assert compared["same_state_digests"] >= 12
+        page = out / report["scenario"] / "report.html"
+        assert f'href="{report["scenario"]}/report.html"' in (out / "index.html").read_text()
+        assert page.is_file()
+    assert {path.name for path in out.iterdir() if path.is_dir()} == {
+        *(report["scenario"] for report in told["reports"]),
+        *("undisturbed", "repeat", "store"),
+    }
+
+
+def test_a_script_that_forgets_its_loader_fails_a_test_that_names_the_loader(pytester: pytest.Pytester) -> None:
+    """The fixture, on a script that prints nothing: first divergence, variable and function, and the page."""
+    pytester.makepyfile(
+        f"""
+        def test_resumes(ckptd_chaos):
+            ckptd_chaos({str(FORGETFUL)!r}, "--forget", "loader", only=("everything-lost",), seed=1, once=True)
+        """
+    )
+    plugins = ("-p", "ckptd.chaos.pytest_plugin", "-p", "no:cacheprovider", "-p", "no:xdist")
+    ended = pytester.runpytest_subprocess(*plugins, "--ckptd-chaos-out", "kept")
+    ended.assert_outcomes(failed=1)
+    ended.stdout.fnmatch_lines(
+        [
+            "everything-lost: fail: silent divergence: first at step *adam/state/*",
+            "  first divergence: launch 2, step *",
+            "  likely: loader: the very next step *. Not tracked: train_data in main() of forgetful.py (Batches)*",
+            "page: *kept/*/index.html",
+        ]
+    )
+
+
+def test_a_script_that_does_not_use_the_client_is_said_so(tmp_path: Path) -> None:
+    """Unknown, with an exit code of its own and what the script printed last; nobody is hurt."""
+    out = tmp_path / "out"
+    ended = chaos(out, "--nproc", "1", "--", str(FORGETFUL), "--never", "import")
+    assert ended.returncode == 4, ended.stdout + ended.stderr
+    (report,) = json.loads((out / "report.json").read_text())["reports"]
+    assert (report["verdict"], report["unfit"]) == ("unknown", "does not use the client")
+    text = report["findings"][0]["text"]
+    assert text.startswith("the script ended well and made no Checkpointer")
+    assert text.endswith("[0.out] trained without any checkpoint")
+    assert not (out / "everything-lost").exists()
