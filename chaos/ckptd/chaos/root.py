@@ -55,6 +55,7 @@ class RootFacts:
         keep_last: Retention's; 0 keeps all.
         keep_every: Retention's; 0 is off.
         problems: What contradicts "one cut" or cannot be read, each a sentence.
+        torn: Listed steps that are among them: (step, timeline).
         checked_bytes: Chunk bytes whose digest was checked.
         objects: All objects.
         garbage: How many of them a sweep would delete.
@@ -70,6 +71,7 @@ class RootFacts:
     keep_last: int = 0
     keep_every: int = 0
     problems: tuple[str, ...] = ()
+    torn: tuple[tuple[int, str], ...] = ()
     checked_bytes: int = 0
     objects: int = 0
     garbage: int = 0
@@ -122,12 +124,16 @@ def facts_of(store: ObjectStore) -> RootFacts:
     }
     chunks = _Chunks(store)
     refs: set[str] = set()
+    torn = []
     for entry in newest.keeps:
         found = committed.get((entry.step, entry.timeline))
         if found is None:
-            problems.append(f"step {entry.step} of {entry.timeline} is listed, but no record decides it")
+            wrong = [f"step {entry.step} of {entry.timeline} is listed, but no record decides it"]
         else:
-            problems += _cut_problems(store, StepId.of(entry), found, chunks, refs)
+            wrong = _cut_problems(store, StepId.of(entry), found, chunks, refs)
+        problems += wrong
+        if wrong:
+            torn.append((entry.step, entry.timeline))
     bad = [entry.step for entry in newest.quarantined]
     for ref in bad:
         if (found := committed.get((ref.step, ref.timeline))) is not None:
@@ -143,6 +149,7 @@ def facts_of(store: ObjectStore) -> RootFacts:
         keep_last=newest.retention.keep_last,
         keep_every=newest.retention.keep_every,
         problems=tuple(problems),
+        torn=tuple(torn),
         checked_bytes=chunks.checked_bytes,
         objects=left.objects,
         garbage=left.garbage,
