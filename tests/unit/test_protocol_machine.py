@@ -37,7 +37,6 @@ HAPPENS = (
     "adopted offline",
     "restarted",
     "quarantined",
-    "rolled back",
     "answer lost",
     "landed late",
     "broom changed something",
