@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from fixtures.planted_schedules import SCHEDULES, Schedule
-from fixtures.planted_trials import Judged, Trials
+from fixtures.planted_schedules import SCHEDULES
+from fixtures.planted_trials import Judged, Schedule, Trials
 
 from ckptd.chaos.verdict import Verdict, overall, worst
 
