@@ -27,7 +27,7 @@ from ckptd.chaos.watch import wait_until
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.timeout(600)]
 
 SEED = int(os.environ.get("SOAK_SEED", "10"))
-PLANTED = Path(__file__).parent.parent / "fixtures" / "planted_trainer.py"
+PLANTED = Path(__file__).parent.parent / "fixtures" / "flipping_trainer.py"
 
 
 @pytest.fixture(scope="module")

@@ -256,6 +256,26 @@ VIOLATIONS: list[tuple[str, Callable[[], Case], str, FailureClass, str]] = [
         "first at step 4: state2 instead of state4, which is that of step 2",
     ),
     (
+        "the state digest of a torn step differs",
+        lambda: case(
+            evidence=with_root(
+                decisions=(decision(2, T1), decision(4, T1, state="x"), decision(6, T2)),
+                problems=("step 4: it holds the ranks [0], not 0..1 once each",),
+                torn=((4, T1),),
+            )
+        ),
+        "same_state_digests",
+        FailureClass.TORN_SNAPSHOT,
+        "first at step 4: x instead of state4; the step is torn",
+    ),
+    (
+        "nothing is listed at the end",
+        lambda: case(evidence=with_root(listed=())),
+        "same_state_digests",
+        FailureClass.LOST_WORK,
+        "lists no step at all; the undisturbed one lists 2, 4, 6",
+    ),
+    (
         "a listed step mixes two steps",
         lambda: case(evidence=with_root(problems=("step 4: i is of step 2",))),
         "one_cut",

@@ -10,6 +10,7 @@ from fixtures.coordinated import NODES, Play, Run
 
 from ckptd.daemon import log_reader
 from ckptd.daemon.coordinator import effects, saving
+from ckptd.daemon.errors import make_error
 from ckptd.daemon.keys import DecisionKey, parse_key
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import Held, NodeMessage
@@ -460,3 +461,18 @@ class TestRestore:
         run.wait(21)
         run.settle()
         assert run.last("restore_chosen").restore_chosen.found is False
+
+
+def test_a_failure_that_comes_while_the_decision_is_written_changes_nothing() -> None:
+    """A rank's call may end late, after its bytes were sealed: a node that was away hears of the commit, as all others did."""
+    run = Play().run().attach()
+    run.settle()
+    run.save(1)
+    run.until(lambda operation: isinstance(operation, effects.Put) and operation.label == "decision")
+    why = make_error(error_pb2.REASON_RANK_FAILED, "too late", step=1, rank=1)
+    run.say(1, failed=NodeMessage.StepFailed(timeline=run.timeline, step=1, error=why))
+    run.settle()
+    assert run.outcomes() == {1: True}
+    run.hello(0, held=[Held(timeline=run.timeline, step=1, ranks=[0])])
+    assert run.kinds().count("outcome") == 2
+    assert not run.last("outcome").outcome.HasField("aborted")

@@ -56,6 +56,7 @@ class RootFacts:
         keep_last: Retention's; 0 keeps all.
         keep_every: Retention's; 0 is off.
         problems: What contradicts "one cut" or cannot be read, each a sentence.
+        torn: Listed steps that are among them: (step, timeline).
         checked_bytes: Chunk bytes whose digest was checked.
         objects: All objects.
         garbage: How many of them a sweep would delete.
@@ -72,6 +73,7 @@ class RootFacts:
     keep_last: int = 0
     keep_every: int = 0
     problems: tuple[str, ...] = ()
+    torn: tuple[tuple[int, str], ...] = ()
     checked_bytes: int = 0
     objects: int = 0
     garbage: int = 0
@@ -136,17 +138,20 @@ def facts_of(store: ObjectStore, *, by_name: bool = False) -> RootFacts:
     chunks = _Chunks(store, keeps=by_name)
     refs: set[str] = set()
     saved: list[SavedState] = []
+    torn = []
     for entry in newest.keeps:
         found = committed.get((entry.step, entry.timeline))
         if found is None:
-            problems.append(f"step {entry.step} of {entry.timeline} is listed, but no record decides it")
+            wrong = [f"step {entry.step} of {entry.timeline} is listed, but no record decides it"]
         else:
             ranks: dict[int, RankSection] = {}
             wrong = _cut_problems(store, StepId.of(entry), found, chunks, refs=refs, whole=ranks)
-            problems += wrong
             if by_name and not wrong:
                 names = saved_names(ranks, found.mesh.axes, chunks.get)
                 saved.append(SavedState(step=entry.step, timeline=entry.timeline, names=names))
+        problems += wrong
+        if wrong:
+            torn.append((entry.step, entry.timeline))
     bad = [entry.step for entry in newest.quarantined]
     for ref in bad:
         if (found := committed.get((ref.step, ref.timeline))) is not None:
@@ -162,6 +167,7 @@ def facts_of(store: ObjectStore, *, by_name: bool = False) -> RootFacts:
         keep_last=newest.retention.keep_last,
         keep_every=newest.retention.keep_every,
         problems=tuple(problems),
+        torn=tuple(torn),
         checked_bytes=chunks.checked_bytes,
         objects=left.objects,
         garbage=left.garbage,

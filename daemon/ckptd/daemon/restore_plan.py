@@ -162,12 +162,20 @@ class _Indexes:
         return self._read[node].section(rank)
 
     def _open(self, node: str) -> OpenIndex:
+        ref = self._refs.get(node)
+        if ref is None:
+            raise CorruptError.of(
+                f"the step's decision names no index of node {node}, whose ranks its claim has",
+                hint="the step is not whole; see `ckptd verify`",
+                node=node,
+                phase="restore",
+            )
         try:
-            with _noted(self._reading, self._refs[node].key):
-                blob: bytes | None = self._store.get(self._refs[node].key)
+            with _noted(self._reading, ref.key):
+                blob: bytes | None = self._store.get(ref.key)
         except NotFound:
             blob = None
-        return open_index(self._refs[node], blob)
+        return open_index(ref, blob)
 
 
 # ---------------------------------------------------------------- fetch

@@ -136,6 +136,9 @@ def same_state_digests(case: Case) -> Finding:
         return Finding.passed("same_state_digests", "no root was read")
     expected, found = case.undisturbed.root.state_digests(), case.hurt.root.state_digests()
     common = sorted(expected.keys() & found.keys())
+    if expected and not found and case.performance.finished:
+        text = f"the hurt run ended well and lists no step at all; the undisturbed one lists {short(sorted(expected))}"
+        return Finding.failed("same_state_digests", FailureClass.LOST_WORK, text)
     if expected and not common:
         return Finding.unknown(
             "same_state_digests", f"no step is listed in both roots: {sorted(expected)} and {sorted(found)}"
@@ -156,6 +159,9 @@ def same_state_digests(case: Case) -> Finding:
                 f"first at step {step}{_of(origin)}: {shown(names[step])}; state digest {found[step][:12]} instead of "
             )
             text += expected[step][:12]
+        if step in {other for other, _ in case.hurt.root.torn}:
+            # It is no state that anybody held: what is wrong with the step is that it is not whole.
+            failure, text = FailureClass.TORN_SNAPSHOT, f"{text}; the step is torn"
         return Finding.failed("same_state_digests", failure, text, len(common))
     text = f"{len(common)} state digests equal: steps {short(common)}"
     if left_out:

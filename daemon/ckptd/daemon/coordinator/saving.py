@@ -138,7 +138,9 @@ def decide(state: State, run: StepRun) -> Procedure:
         label = "abort"
     data = records.to_bytes(record)
     yield from put_until_done(state, Put(key=key, data=data, label=label))
-    state.log("decided", step=run.step, committed=made is not None, error=run.failed.message if run.failed else None)
+    # A node may have said meanwhile that its part has failed: what is written counts, and is what everybody is told.
+    why = run.failed if made is None else None
+    state.log("decided", step=run.step, committed=made is not None, error=why.message if why is not None else None)
     if fenced_by(state, (yield from look_at_claims(state, ListKeys(prefix=keys.LOG_PREFIX, label="second_look"), key))):
         return
     _note_comparison(state, run, made)
@@ -151,7 +153,7 @@ def decide(state: State, run: StepRun) -> Procedure:
         assert run.failed is not None
         outcome.aborted.CopyFrom(run.failed)
     del state.steps[run.step]
-    state.decided[run.step] = run.failed
+    state.decided[run.step] = why
     while len(state.decided) > DECIDED_KEPT:
         del state.decided[next(iter(state.decided))]
     for node in state.nodes.values():
