@@ -90,7 +90,13 @@ def test_every_word_reaches_the_values_and_the_report() -> None:
         (SLOW, "percent = 20", "percent = 95", 4, "percent is a whole number from 1 to 90, not 95"),
         (SLOW, "for_s = 3\n", "", 1, "slow needs percent (1..90, the share of time that it runs) and for_s"),
         (SLOW, '"slow"', '"hang"', 4, "unknown key 'percent'; allowed: do, target, at"),
-        (CLOCK, '"clock"', '"overheat"', 2, "allowed: kill, stop, continue, lose, store, segfault, terminate, raise"),
+        (
+            CLOCK,
+            '"clock"',
+            '"overheat"',
+            2,
+            "allowed: kill, stop, continue, lose, store, network, segfault, terminate, raise",
+        ),
         (CLOCK, 'target = "rank 1"\n', "", 1, "unknown target ''; allowed: rank N|any|last"),
     ],
 )

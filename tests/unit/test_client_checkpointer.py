@@ -941,13 +941,14 @@ def test_an_interrupt_while_copying_fails_the_step(
 
 
 def test_events_are_logged_where_asked(make: Make, tmp_path: Path) -> None:
-    """One JSON line for each save and restore."""
+    """One JSON line for each save and restore, and one for what the first save found around it."""
     log = tmp_path / "events.jsonl"
     checkpointer = make(client_event_log=log)
     checkpointer.save(1).wait()
     checkpointer.restore()
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(line["kind"], line["step"], line["rank"], line["job"]) for line in lines] == [
+        ("audited", 1, 0, "job"),
         ("save_returned", 1, 0, "job"),
         ("restored", 1, 0, "job"),
     ]
