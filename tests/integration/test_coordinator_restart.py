@@ -71,3 +71,45 @@ def test_a_step_that_was_not_staged_everywhere_is_told_aborted(agents: Agents, t
     assert told.step.error.reason == error_pb2.REASON_ABORTED
     job.wait(3)
     job.detach()
+
+
+def test_a_step_that_was_torn_with_its_agent_is_told_to_the_rank_that_had_staged(
+    agents: Agents, tmp_path: Path
+) -> None:
+    """The next agent has nothing of it and would say nothing: the rank would wait until its deadline, `close` with it."""
+    root = f"file://{tmp_path}/root"
+    node = agents.new()
+    job = Job(root, [node], 2)
+    job.save(1)
+    job.wait(1)
+    replies = job.each(lambda rank: rank.begin(2, rank.put_layout(state_of(2, rank.about.rank))))
+    assert [reply.go for reply in replies] == [True, True]
+    first = job.ranks[0]
+    first.stub.Staged(first.fill(replies[0], 2, state_of(2, 0), {"rng": b"r"}), timeout=30)
+    node.kill()
+    node.start()
+    first.about.in_flight.add(step=2, timeline=replies[0].timeline)
+    for rank in job.ranks:
+        rank.reconnect(node.socket)
+    job.save(3)
+    told = first.event("step", state=Event.ABORTED, step=2)
+    assert (told.step.timeline, told.step.error.reason) == (replies[0].timeline, error_pb2.REASON_ABORTED)
+    job.wait(3)
+    job.detach()
+
+
+def test_an_outcome_that_was_told_while_a_rank_was_away_is_told_again(agents: Agents, tmp_path: Path) -> None:
+    """Its stream had broken: neither agent nor coordinator died, and nobody else would say it."""
+    root = f"file://{tmp_path}/root"
+    node = agents.new()
+    job = Job(root, [node], 2)
+    replies = job.save(1)
+    job.wait(1)
+    away = job.ranks[1]
+    away.about.in_flight.add(step=1, timeline=replies[1].timeline)
+    away.reconnect(node.socket)
+    assert away.event("step", state=Event.COMMITTED, step=1).step.timeline == replies[1].timeline
+    del away.about.in_flight[:]
+    job.save(2)
+    job.wait(2)
+    job.detach()

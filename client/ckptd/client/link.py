@@ -25,6 +25,7 @@ from ckptd.protos.agent_pb2 import (
     DetachRequest,
     Event,
     RestoredStep,
+    StepInFlight,
 )
 from ckptd.protos.failpoints import failpoint
 
@@ -152,6 +153,11 @@ class Link:
             shared_memory=channel.shared_memory,
             process=f"{self._pid}:{psutil.Process(self._pid).create_time()}",
             restored=self.restored,
+            in_flight=[
+                StepInFlight(step=handle.step, timeline=handle.timeline)
+                for handle in self._ledger.in_flight()
+                if handle.timeline
+            ],
         )
 
     # ------------------------------------------------------------ events

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ckptd.daemon.comparisons import parse_policy
 from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.keys import Timeline
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import AttachRequest, LeadRequest, RunCredentials
 from ckptd.storage_backends.urls import Driver
@@ -83,6 +84,11 @@ def check_attach(request: AttachRequest) -> None:
         wrong = f"rank {request.rank} is not in a world of {request.world}"
     elif len(request.coordinate) != len(request.mesh.sizes) or any(map(ge, request.coordinate, request.mesh.sizes)):
         wrong = wrong or f"coordinate {list(request.coordinate)} does not fit the mesh {list(request.mesh.sizes)}"
+    try:
+        for ref in request.in_flight:
+            Timeline.parse(ref.timeline)
+    except ValueError as error:
+        wrong = wrong or f"in_flight: {error}"
     if wrong:
         raise DaemonError.of(wrong, reason=error_pb2.REASON_INVALID_ARGUMENT, rank=request.rank, phase="register")
 

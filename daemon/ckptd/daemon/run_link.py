@@ -80,6 +80,7 @@ class RunLink:
         else:
             if self.timeline:
                 session.tell(Event(timeline=self.timeline))
+            self.saves.attached(session)
             self.say_attached(session)
 
     def say_attached(self, session: Session) -> None:
@@ -121,6 +122,7 @@ class RunLink:
                 mesh=about.mesh,
                 options=about.options,
                 restored=about.restored if about.HasField("restored") else None,
+                in_flight=about.in_flight,
             )
         )
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.daemon import rpc
-from ckptd.daemon.errors import DaemonError, make_error
+from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob
 from ckptd.daemon.keys import Timeline
+from ckptd.daemon.outcomes import Outcomes, gone
 from ckptd.daemon.session import Session, answered
 from ckptd.daemon.slots import DATA_OFFSET
 from ckptd.daemon.snapshots import Snapshot, Stage
@@ -53,6 +54,11 @@ class NodeSave:
         """By rank: the step that it cannot even begin, until it begins another one."""
         # Steps whose slots are being made, and why they have ended meanwhile: nobody else would give those slots up.
         self._going: dict[tuple[str, int], Error | None] = {}
+        self._outcomes = Outcomes(held)
+
+    def attached(self, session: Session) -> None:
+        """A rank has come: it may wait for what it was told while it was away."""
+        self._outcomes.tell(session, self._going)
 
     async def begin(self, session: Session, request: BeginRequest) -> BeginReply:
         """Ask the coordinator and wait; on go the rank's slot is ready."""
@@ -358,7 +364,7 @@ class NodeSave:
         now = Timeline.parse(started.timeline)
         for key in self._going:
             if Timeline.parse(key[0]) < now:
-                self._going[key] = _gone(key[1])
+                self._going[key] = gone(key[1])
         for key, snapshot in list(self._held.snapshots.items()):
             if Timeline.parse(key[0]) >= now:
                 continue
@@ -371,14 +377,15 @@ class NodeSave:
             else:
                 self._held.drop(snapshot)
                 if mine:
-                    self._tell_step(*key, Event.ABORTED, _gone(key[1]))
+                    self._tell_step(*key, Event.ABORTED, gone(key[1]))
+        self._outcomes.started(started)
+        for session in self._link.ranks.values():
+            if session.attached:
+                self._outcomes.tell(session, self._going)
 
     def _tell_step(self, timeline: str, step: int, state: Event.State.ValueType, error: Error | None = None) -> None:
+        if state in (Event.COMMITTED, Event.ABORTED):
+            self._outcomes.note(timeline, step, error)
         for session in self._link.ranks.values():
             if session.attached:
                 session.tell_step(timeline, step, state, error)
-
-
-def _gone(step: int) -> Error:
-    text = f"step {step} was not whole when the coordinator restarted"
-    return make_error(error_pb2.REASON_ABORTED, text, step=step, phase="commit")

@@ -284,6 +284,7 @@ class AttachRequest(google.protobuf.message.Message):
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
     RESTORED_FIELD_NUMBER: builtins.int
+    IN_FLIGHT_FIELD_NUMBER: builtins.int
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
@@ -322,6 +323,10 @@ class AttachRequest(google.protobuf.message.Message):
     def restored(self) -> global___RestoredStep:
         """What the rank has restored, if it has not asked for another step nor begun to save since."""
 
+    @property
+    def in_flight(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepInFlight]:
+        """Saves whose outcome the rank has not heard: it may have been told while the rank was away, or by nobody."""
+
     def __init__(
         self,
         *,
@@ -339,11 +344,34 @@ class AttachRequest(google.protobuf.message.Message):
         shared_memory: builtins.bool = ...,
         process: builtins.str = ...,
         restored: global___RestoredStep | None = ...,
+        in_flight: collections.abc.Iterable[global___StepInFlight] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["credentials", b"credentials", "mesh", b"mesh", "options", b"options", "restored", b"restored"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "credentials", b"credentials", "endpoint", b"endpoint", "job", b"job", "mesh", b"mesh", "options", b"options", "pid", b"pid", "process", b"process", "rank", b"rank", "restored", b"restored", "root", b"root", "run_id", b"run_id", "shared_memory", b"shared_memory", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "credentials", b"credentials", "endpoint", b"endpoint", "in_flight", b"in_flight", "job", b"job", "mesh", b"mesh", "options", b"options", "pid", b"pid", "process", b"process", "rank", b"rank", "restored", b"restored", "root", b"root", "run_id", b"run_id", "shared_memory", b"shared_memory", "world", b"world"]) -> None: ...
 
 global___AttachRequest = AttachRequest
+
+@typing.final
+class StepInFlight(google.protobuf.message.Message):
+    """A save of which a rank has not heard how it ended."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    TIMELINE_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """Number of the step."""
+    timeline: builtins.str
+    """Timeline in which it was begun."""
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        timeline: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["step", b"step", "timeline", b"timeline"]) -> None: ...
+
+global___StepInFlight = StepInFlight
 
 @typing.final
 class RestoredStep(google.protobuf.message.Message):

@@ -147,6 +147,7 @@ class NodeMessage(google.protobuf.message.Message):
         MESH_FIELD_NUMBER: builtins.int
         OPTIONS_FIELD_NUMBER: builtins.int
         RESTORED_FIELD_NUMBER: builtins.int
+        IN_FLIGHT_FIELD_NUMBER: builtins.int
         rank: builtins.int
         """Global rank."""
         world: builtins.int
@@ -167,6 +168,10 @@ class NodeMessage(google.protobuf.message.Message):
         def restored(self) -> ckptd.protos.agent_pb2.RestoredStep:
             """What the rank has restored, as in AttachRequest."""
 
+        @property
+        def in_flight(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.agent_pb2.StepInFlight]:
+            """Saves whose outcome the rank has not heard, as in AttachRequest."""
+
         def __init__(
             self,
             *,
@@ -176,9 +181,10 @@ class NodeMessage(google.protobuf.message.Message):
             mesh: ckptd.protos.snapshot_pb2.Mesh | None = ...,
             options: ckptd.protos.agent_pb2.RunOptions | None = ...,
             restored: ckptd.protos.agent_pb2.RestoredStep | None = ...,
+            in_flight: collections.abc.Iterable[ckptd.protos.agent_pb2.StepInFlight] | None = ...,
         ) -> None: ...
         def HasField(self, field_name: typing.Literal["mesh", b"mesh", "options", b"options", "restored", b"restored"]) -> builtins.bool: ...
-        def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "mesh", b"mesh", "options", b"options", "rank", b"rank", "restored", b"restored", "world", b"world"]) -> None: ...
+        def ClearField(self, field_name: typing.Literal["coordinate", b"coordinate", "in_flight", b"in_flight", "mesh", b"mesh", "options", b"options", "rank", b"rank", "restored", b"restored", "world", b"world"]) -> None: ...
 
     @typing.final
     class RankGone(google.protobuf.message.Message):

@@ -232,18 +232,24 @@ class Coordinator:
         """Say again what the node may have missed while it was away."""
         state = self.state
         run = state.steps.get(step)
-        if step in state.decided:
-            outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=step)
-            if (why := state.decided[step]) is not None:
-                outcome.aborted.CopyFrom(why)
-            state.send(name, CoordinatorMessage(outcome=outcome))
-        elif run is not None:
+        if not self._tell_outcome(name, step) and run is not None:
             for rank in held.ranks:
                 saving.on_staged(state, NodeMessage.Staged(rank=rank, step=step, timeline=str(state.timeline)))
             if held.HasField("index"):
                 run.sealed[name] = held.index
             elif held.HasField("failed") and run.failed is None:
                 run.failed = held.failed
+
+    def _tell_outcome(self, name: str, step: int) -> bool:
+        """Tell a node how a step of this timeline ended; return whether it is decided."""
+        state = self.state
+        if step not in state.decided:
+            return False
+        outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=step)
+        if (why := state.decided[step]) is not None:
+            outcome.aborted.CopyFrom(why)
+        state.send(name, CoordinatorMessage(outcome=outcome))
+        return True
 
     def _restarted(self, name: str, held: dict[tuple[str, int], Held]) -> None:
         """The node's agent is a new process: what its ranks had not staged is torn."""
@@ -291,6 +297,9 @@ class Coordinator:
         restored = (said.restored.timeline, said.restored.step) if said.HasField("restored") else None
         state.ranks[said.rank] = Rank(node=name, coordinate=tuple(said.coordinate), restored=restored)
         state.log("attached", rank=said.rank, node=name)
+        for ref in said.in_flight:
+            if ref.timeline == str(state.timeline):
+                self._tell_outcome(name, ref.step)
 
     def _on_gone(self, name: str, said: NodeMessage.RankGone) -> None:
         state = self.state
