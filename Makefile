@@ -24,9 +24,10 @@ demo: $(STAMP) ## the main job: eight ranks on two nodes are killed twice and co
 	$(BIN)/python examples/demo.py
 
 # Most tests wait for processes: two workers keep two cores busy. A file stays with one worker, because its tests share fixtures.
+# Files begin in the order of tests/fixtures/order.py, the longest first.
 TEST_WORKERS ?= 2
 test: $(STAMP) ## the whole suite
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 unit: $(STAMP) ## the fast half
 	$(BIN)/python -m pytest -q tests/unit

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fixtures.order import turn
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -20,8 +21,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest_plugins = ["fixtures.agents", "fixtures.seaweed", "fixtures.two_nodes", "fixtures.two_rank_root"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs Linux elsewhere: real agents use /dev/shm, /proc, network namespaces and signals of that system."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order files for parallel workers; skip what needs Linux elsewhere.
+
+    Real agents use /dev/shm, /proc, network namespaces and signals of that system.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: turn(item.path))
     if sys.platform.startswith("linux"):
         return
     reason = pytest.mark.skip(reason=f"needs Linux (/dev/shm, /proc, fork), not {sys.platform}")

@@ -1,7 +1,8 @@
 """A step saved on any mesh comes back on any other: the judge is SHA-256 of gathered tensors.
 
-Nine meshes, up to eight ranks, each launched twice: about five minutes on two cores. CKPTD_TEST_GRID=all takes two more;
-or name some, separated by blanks (CKPTD_TEST_GRID="1,1,1,1 1,1,2,1").
+Nine meshes, up to eight ranks, each launched twice. CKPTD_TEST_GRID=all takes two more; or name some, separated by blanks
+(CKPTD_TEST_GRID="1,1,1,1 1,1,2,1"). Ranks are forked from a Python that has imported everything: sixty imports of torch took
+longer than all the rest. What torchrun would add is in test_any_mesh_use.
 """
 
 from __future__ import annotations
@@ -10,22 +11,34 @@ import hashlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fixtures.agents import AgentProcess, running_agents
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ckptd.chaos.cluster.forked import Forked, ForkServer
+from ckptd.chaos.watch import wait_until
 from ckptd.client import load
 
 pytestmark = [pytest.mark.integration, pytest.mark.mesh, pytest.mark.timeout(3600)]
 
 SCRIPT = Path(__file__).parent.parent / "fixtures" / "any_mesh_ranks.py"
-LAUNCH_S = 600
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODULES = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "ckptd.client",
+    "moe.training",
+)
+LAUNCH = timedelta(minutes=10)
 NINE = ("1,1,1,1", "1,1,2,1", "1,1,4,1", "1,1,3,1", "1,1,1,2", "2,1,1,1", "1,1,2,2", "2,1,2,2", "1,2,2,1")
 """pp, dp_replicate, dp_shard, tp."""
 MORE = ("2,1,2,1", "2,1,1,2")
@@ -36,8 +49,9 @@ MESHES = NINE + MORE if ASKED == "all" else tuple(ASKED.split()) or NINE
 class Grid:
     """One agent, one root a mesh."""
 
-    def __init__(self, folder: Path, agent: AgentProcess) -> None:
+    def __init__(self, folder: Path, agent: AgentProcess, server: ForkServer, environment: dict[str, str]) -> None:
         self.folder = folder
+        self._server, self._environment = server, environment
         (folder / "agent.sock").symlink_to(agent.socket)
 
     def launch(self, mesh: str, *sources: str, save: bool) -> None:
@@ -45,13 +59,21 @@ class Grid:
         world = 1
         for size in mesh.split(","):
             world *= int(size)
-        starter = [sys.executable]
-        if world > 1:
-            starter += ["-m", "torch.distributed.run", "--nproc-per-node", str(world)]
-            starter += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-        command = [*starter, str(SCRIPT), str(self.folder), mesh, str(int(save)), *sources]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LAUNCH_S, check=False)
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[:12000]
+        errors = [self.folder / f"{mesh}.{save}.{rank}.err" for rank in range(world)]
+        # As torchrun has it: the store is the launcher's own, on a port that is taken before anybody is told of it.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        places = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        with ExitStack() as stack:
+            ranks: list[Forked] = []
+            for rank in range(world):
+                environment = self._environment | places | {"RANK": str(rank), "WORLD_SIZE": str(world)}
+                command = [sys.executable, str(SCRIPT), str(self.folder), mesh, str(int(save)), *sources]
+                ranks.append(self._server.spawn(command, environment=environment, stderr=errors[rank]))
+                stack.callback(ranks[-1].kill)
+            # One that fails leaves the others waiting.
+            wait_until(lambda: any(r.poll() for r in ranks) or all(r.poll() == 0 for r in ranks), within=LAUNCH)
+            codes = [rank.poll() for rank in ranks]
+        assert codes == [0] * world, (mesh, codes, [path.read_text()[-3000:] for path in errors])
 
     def told(self, mesh: str, what: str) -> dict[str, Any]:
         """Return what rank 0 of a launch wrote down."""
@@ -62,9 +84,11 @@ class Grid:
 @pytest.fixture(scope="module")
 def grid() -> Iterator[Grid]:
     """Every mesh has saved once and restored all; what came from elsewhere was saved again and went back there."""
-    with running_agents() as agents:
+    paths = os.pathsep.join([str(EXAMPLES), os.environ["PYTHONPATH"]])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with running_agents() as agents, ForkServer(*MODULES, environment=environment) as server:
         agent = agents.new()
-        made = Grid(agent.folder, agent)
+        made = Grid(agent.folder, agent, server, environment)
         for number, mesh in enumerate(MESHES):
             made.launch(mesh, *MESHES[:number], save=True)
         for number, mesh in enumerate(MESHES):

@@ -43,6 +43,7 @@ def raw_times(out: Path, node: int) -> list[float]:
         "clock-off",
         "node-rebooted",
         "rank-hung",
+        "rank-raises",
         "rank-segfaults",
         "rank-slow",
         *(pytest.param(name, marks=[needs_mounts, pytest.mark.root]) for name in WITH_MOUNTS),
