@@ -96,7 +96,7 @@ def save_properly(node: AgentProcess, root: str, *, job: str = "job") -> None:
         ("file:///data/%ff", "no UTF-8"),
         ("file:///data/a\nb", "is no URL"),
         ("file:///", "the root of the file system"),
-        ("file:///dev/shm/" + "x" * 300, "File name too long"),
+        ("file:///dev/shm/" + "x" * 300, "a segment of the path has more than 255 bytes: /dev/shm/xxx"),
         ("file:///etc/hostname/x", "Not a directory"),
         ("file:///proc/ckptd", "No such file or directory"),
         ("s3://ab/x", "is no bucket name"),
