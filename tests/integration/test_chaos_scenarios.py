@@ -44,8 +44,8 @@ USUALLY = (
     "everything-lost",
     "coordinator-killed-before-decision",
 )
-# Where the store's own answers are what matters: a fence that must hold, and a store that is away. A store that is slow
-# or refuses is in test_store_faults, request by request.
+# Where the store's own answers are what matters: a fence that must hold, and a store that is away. One that says SlowDown
+# is tried request by request in s055 (unit/test_cases_store).
 USUALLY_ON_S3 = ("zombie-coordinator", "store-outage")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def kinds(message: type) -> set[str]:
     return {field.name for field in message.DESCRIPTOR.oneofs_by_name["kind"].fields}  # type: ignore[attr-defined]
 
 
+@cache
 def labels() -> dict[str, set[str]]:
     """Return the labels of the coordinator's operations, by operation; each has one."""
     found: dict[str, set[str]] = {}
@@ -59,7 +61,8 @@ def labels() -> dict[str, set[str]]:
     return found
 
 
-def passed() -> set[str]:
+@cache
+def passed() -> frozenset[str]:
     """Return every name that some call makes."""
     rpcs = {method.name for method in AGENT.services_by_name["Agent"].methods} - _NO_STEP
     put, read = labels()["Put"], labels()["ListKeys"] | labels()["Get"] | labels()["GetMany"]
@@ -93,7 +96,7 @@ def passed() -> set[str]:
             endings[file, name] = set()
         else:
             found.add(name)
-    return {name for name in found if not name.endswith("_")}
+    return frozenset(name for name in found if not name.endswith("_"))
 
 
 def test_every_failpoint_in_the_code_is_declared() -> None:
