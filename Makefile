@@ -7,7 +7,7 @@ PROTO_VENV ?= .venv-protos
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_SRC := $(wildcard protos/ckptd/protos/*.proto)
 
-.PHONY: help install demo test unit chaos soak check format protos protos-check clean
+.PHONY: help install demo test test-all unit chaos soak check format protos protos-check clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -28,6 +28,9 @@ demo: $(STAMP) ## the main job: eight ranks on two nodes are killed twice and co
 TEST_WORKERS ?= 2
 test: $(STAMP) ## the whole suite
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-all: $(STAMP) ## the whole suite and the long tests that it leaves out: an hour
+	CKPTD_TEST_LONG=1 CKPTD_TEST_SCENARIOS=all CKPTD_TEST_GRID=all $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 unit: $(STAMP) ## the fast half
 	$(BIN)/python -m pytest -q tests/unit

@@ -22,10 +22,14 @@ pytest_plugins = ["fixtures.agents", "fixtures.seaweed", "fixtures.two_nodes", "
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order files for parallel workers; skip what needs Linux elsewhere.
+    """Leave long tests out unless they are asked for, order files for parallel workers, skip what needs Linux elsewhere.
 
     Real agents use /dev/shm, /proc, network namespaces and signals of that system.
     """
+    if not os.environ.get("CKPTD_TEST_LONG"):
+        left_out = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: turn(item.path))
     if sys.platform.startswith("linux"):

@@ -160,6 +160,7 @@ def test_s035_a_store_that_never_answers_a_save_is_named_with_the_ranks(
 COLLECTIVE_S, UPLOAD_S = 5.0, 20.0
 
 
+@pytest.mark.long
 def test_s036_an_upload_longer_than_the_collective_timeout_blocks_no_barrier(agents: Agents, tmp_path: Path) -> None:
     """It takes four times the timeout of gloo; the ranks meet at every step meanwhile, and the save commits."""
     agent = agents.new(start=False)

@@ -41,7 +41,9 @@ def zombies_under(agent: AgentProcess) -> list[psutil.Process]:
     return [child for child in children if child.status() == psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("victim", ["launcher", "trainer", "agent"])
+@pytest.mark.parametrize(
+    "victim", ["launcher", *(pytest.param(one, marks=pytest.mark.long) for one in ("trainer", "agent"))]
+)
 def test_s108_nothing_of_a_run_is_left_whoever_is_killed(agents: Agents, tmp_path: Path, victim: str) -> None:
     """SIGKILL to torchrun, to one trainer of four, or to the agent, while a save is uploaded: all others end; no zombies."""
     agent = agents.new(start=False)

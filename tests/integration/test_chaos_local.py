@@ -39,13 +39,11 @@ def raw_times(out: Path, node: int) -> list[float]:
 @pytest.mark.parametrize(
     "name",
     [
-        "agent-terminated",
         "clock-off",
         "node-rebooted",
         "rank-hung",
         "rank-raises",
-        "rank-segfaults",
-        "rank-slow",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("agent-terminated", "rank-segfaults", "rank-slow")),
         *(pytest.param(name, marks=[needs_mounts, pytest.mark.root]) for name in WITH_MOUNTS),
     ],
 )

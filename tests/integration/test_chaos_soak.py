@@ -38,7 +38,9 @@ def soak(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Soak]:
 
 
 # One seed on each store: `ckptd chaos soak` draws the others; SOAK_SEED takes another one here.
-@pytest.mark.parametrize(("seed", "store"), [(SEED, "local"), pytest.param(SEED, "s3", marks=pytest.mark.s3)])
+@pytest.mark.parametrize(
+    ("seed", "store"), [(SEED, "local"), pytest.param(SEED, "s3", marks=[pytest.mark.s3, pytest.mark.long])]
+)
 def test_several_faults_in_one_run_cost_no_bit(soak: Soak, seed: int, store: str) -> None:
     """Whatever the seed has happen one after the other: the job comes to its end, and every checker is content."""
     scenario = draw(seed, nnodes=2, nproc=1, store=store)

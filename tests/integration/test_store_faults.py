@@ -106,7 +106,13 @@ def outcome(handle: SaveHandle) -> str:
     return "durable"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+# What is slow rather than wrong takes its time.
+SLOW = {K.DRIP, K.LIMIT, K.DELAY}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=str(row), marks=[pytest.mark.long] if row.kind in SLOW else []) for row in ROWS]
+)
 def test_a_fault_of_the_store_is_got_over_or_said(
     agents: Agents, proxy: StoreProxy, fresh_root: Callable[[], str], tmp_path: Path, row: Row
 ) -> None:

@@ -135,7 +135,7 @@ def test_every_variable_named_is_read(page: Path) -> None:
     known = {f"CKPTD_{key.upper()}" for key in (*AgentConfig.model_fields, *client_config.Config.model_fields)}
     known |= {failpoints.ENVIRONMENT_VARIABLE, failpoints.LOG_VARIABLE, *_SAID_OF_THE_HARNESS}
     if page.name == "CONTRIBUTING.md":  # what tests read is told to those who run them, and to nobody else
-        tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*/*.py")]
+        tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("**/*.py")]
         known |= {name for text in tests for name in re.findall(r"\"(CKPTD_(?:TEST|SOAK)_[A-Z]+)\"", text)}
     assert not set(_VARIABLE.findall(page.read_text(encoding="utf-8"))) - known
 
