@@ -155,6 +155,7 @@ def test_s002_an_agent_killed_at_any_moment_of_an_upload_loses_nothing_committed
 
 
 @pytest.mark.s3
+@pytest.mark.long
 def test_s002_an_agent_killed_at_any_moment_of_an_upload_loses_nothing_committed_on_s3(
     agents: Agents, fresh_root: Callable[[], str]
 ) -> None:

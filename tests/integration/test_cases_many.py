@@ -87,6 +87,7 @@ def test_s093_a_hostile_message_is_refused_and_the_agent_stays(two_nodes: TwoNod
     assert torch.equal(got["large"], large)
 
 
+@pytest.mark.long
 def test_s096_many_small_tensors_are_coordinated_once_and_packed(agents: Agents, tmp_path: Path) -> None:
     """50,000 tensors on 8 ranks, three saves: the second and third exchange digests only; objects stay few; all come back."""
     torch.manual_seed(2)

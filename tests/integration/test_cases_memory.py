@@ -40,6 +40,7 @@ def segments(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in folder.iterdir() if not path.name.startswith("probe-")}
 
 
+@pytest.mark.long
 def test_s103_what_killed_processes_leave_in_shared_memory_is_given_back(agents: Agents, tmp_path: Path) -> None:
     """Ten trainers and ten agents killed in the midst of a save: nothing of them is left, and a living run's is untouched."""
     agent = agents.new(start=False)

@@ -117,6 +117,7 @@ def test_s109_a_port_that_is_taken_is_named_and_never_shared(agents: Agents, tmp
     assert listeners(first) == [("127.0.0.1", port)]
 
 
+@pytest.mark.long
 def test_s109_a_restarted_agent_has_its_port_each_time(agents: Agents, tmp_path: Path) -> None:
     """Killed twenty times with a run on the port: the next one listens there at once."""
     port = free_port()

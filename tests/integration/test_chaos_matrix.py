@@ -85,6 +85,7 @@ def test_a_node_is_lost_beside_a_real_store(matrix: Matrix) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_workers_share_what_they_found(matrix: Matrix, tmp_path: Path) -> None:
     """Two workers run a cell each: both pass, the survey that both need is there once, and nothing of the workers is left."""
     kept = Results(tmp_path / "results", "0" * 64)

@@ -37,7 +37,7 @@ ON_S3 = ("agent-killed-mid-upload", "node-lost", "rank-killed-while-uploading", 
 # its decision, and one that is fenced. The rest kills the same processes a moment earlier or later: the preset for ci runs
 # three of those with torchrun (test_chaos_own_script), the matrix has a cell for each such moment, on both stores, random
 # schedules draw among them (test_chaos_soak), and a rank is killed while uploading under the flipped bit, below.
-USUALLY = ("agent-killed-mid-upload", "zombie-coordinator")
+USUALLY = ("zombie-coordinator",)
 # Where the store's own answers are what matters: a store that is away. One that says SlowDown
 # is tried request by request in s055 (unit/test_cases_store).
 USUALLY_ON_S3 = ("store-outage",)

@@ -120,6 +120,7 @@ def test_a_schedule_that_fails_is_shrunk_to_the_fault_that_matters(soak: Soak, t
     assert sound.verdict is Verdict.PASS, sound.findings
 
 
+@pytest.mark.long
 def test_a_signal_ends_everything_and_what_was_seen_so_far_is_told(tmp_path: Path) -> None:
     """SIGTERM in the midst of a run: no process stays, the summary says that it was broken off, and it is no pass."""
     command = [sys.executable, "-m", "ckptd.daemon.cli", "chaos", "soak", "--seed", "1", "--json"]
