@@ -125,7 +125,7 @@ def test_s112_tests_that_need_linux_are_skipped_elsewhere_with_a_reason(tmp_path
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     done = subprocess.run(
         command,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "CKPTD_TEST_LONG": "1"},
         cwd=where,
         capture_output=True,
         text=True,
