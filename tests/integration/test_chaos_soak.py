@@ -118,6 +118,23 @@ def test_a_schedule_that_fails_is_shrunk_to_the_fault_that_matters(soak: Soak, t
     # The same schedule on the job without the bug passes: it is the bug that was found.
     sound = soak.run(left, store="local", seed=0, name="sound", replay="again {file}")
     assert sound.verdict is Verdict.PASS, sound.findings
+    # What is left is a scenario like any other: the verb for one of them finds the same under torchrun.
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "ckptd.daemon.cli", "chaos", "run", shrunk.file, "--network", "proxy"),
+            *("--nnodes", "2", "--nproc", "1", "--store", "local", "--no-cache", "--once"),
+            *("--out", str(tmp_path / "again"), "--json", "--", *command),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    told_again = json.loads(ended.stdout)
+    assert told_again["verdict"] == "fail"
+    assert [account["kind"] for account in told_again["accounts"]] == ["lose"]
+    red = {finding["check"] for finding in told_again["findings"] if finding["verdict"] == "fail"}
+    assert "same_digests" in red & set(shrunk.checks)
 
 
 @pytest.mark.long

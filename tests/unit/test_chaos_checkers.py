@@ -177,6 +177,33 @@ def test_a_sound_case_passes_every_check() -> None:
     assert account.recovery_s == pytest.approx(3.2)
 
 
+CUT_OFF_LOST: Entry = (9.0, "agent 1", "rank_lost", {"rank": 1})
+CUT_OFF_STOPPED: Entry = (9.1, "agent 1", "stopped", {"flushed": True})
+
+
+def cut_off_case(*after: Entry, code: int | None = 0) -> Case:
+    history = told(
+        *HISTORY,
+        (0.5, "agent 1", "attached_local", {"rank": 1}),
+        (4.4, "harness", "node_replaced", {"node": "1", "by": "1.1", "cut_off": True}),
+        *after,
+    )
+    return case(history, agent_ends={"agent 0": 0, "agent 1": code})
+
+
+def test_an_agent_that_is_cut_off_ends_its_waits() -> None:
+    """What became of its ranks is said, and it ends; uploads to a store that nobody reaches may be left."""
+    assert not_green(cut_off_case(CUT_OFF_LOST, CUT_OFF_STOPPED)).keys() & {"cut_off_ended", "no_leaks"} == set()
+    fenced: Entry = (8.9, "agent 1", "fenced", {"timeline": T1})
+    unflushed = cut_off_case(fenced, CUT_OFF_STOPPED, code=3)
+    assert not_green(unflushed).keys() & {"cut_off_ended", "no_leaks"} == set()
+    # A rank that came back after the run had ended waits again.
+    back: Entry = (9.05, "agent 1", "attached_local", {"rank": 1})
+    assert "rank 1" in not_green(cut_off_case(fenced, back, CUT_OFF_STOPPED))["cut_off_ended"][1]
+    # Of an agent that was not cut off that code is no good end.
+    assert "no_leaks" in not_green(case(agent_ends={"agent 0": 3}))
+
+
 VIOLATIONS: list[tuple[str, Callable[[], Case], str, FailureClass, str]] = [
     (
         "a bit of one copy of a tensor differs right after the restore",
@@ -466,6 +493,27 @@ VIOLATIONS: list[tuple[str, Callable[[], Case], str, FailureClass, str]] = [
         FailureClass.UNEXPECTED_COURSE,
         "2 relaunches, not 1..1",
     ),
+    (
+        "an agent that was cut off leaves a rank waiting",
+        lambda: cut_off_case(CUT_OFF_STOPPED),
+        "cut_off_ended",
+        FailureClass.HARD_FAIL,
+        "agent 1 was cut off, and its event log does not say what became of rank 1",
+    ),
+    (
+        "an agent that was cut off ends without a word",
+        lambda: cut_off_case(CUT_OFF_LOST),
+        "cut_off_ended",
+        FailureClass.HARD_FAIL,
+        "agent 1 was cut off and asked to end, and its event log does not say that it did",
+    ),
+    (
+        "an agent that was cut off does not end",
+        lambda: cut_off_case(CUT_OFF_LOST, code=None),
+        "cut_off_ended",
+        FailureClass.HARD_FAIL,
+        "agent 1 was cut off, and did not end on SIGTERM when its ranks had ended",
+    ),
 ]
 
 
@@ -692,6 +740,25 @@ def test_a_zombie_must_be_fenced_and_acknowledge_nothing() -> None:
     acknowledged: Entry = (8.4, "agent 0", "acknowledged", {"step": 4, "timeline": T1})
     assert "acknowledged step 4 after" in not_green(zombie_case(acknowledged, FENCED))["expected_fencing"][1]
     assert "is the zombie's" in not_green(zombie_case(FENCED, newest=T1))["expected_fencing"][1]
+
+
+def test_a_coordinator_that_is_cut_off_may_finish_until_another_one_leads() -> None:
+    """What it had decided it may say; not after the newer claim."""
+
+    def found(acknowledged_at: float) -> dict[str, tuple[Verdict, str]]:
+        history = told(
+            (0.0, "harness", "launched", {"launch": 1}),
+            (1.0, "agent 0", "claimed", {"timeline": T1}),
+            (4.3, "harness", "fault", {"do": "network", "target": "partition between coordinator and the other nodes"}),
+            (4.4, "harness", "node_replaced", {"node": "0", "by": "0.1", "cut_off": True}),
+            (6.0, "agent 0.1", "claimed", {"timeline": T2}),
+            (acknowledged_at, "agent 0", "acknowledged", {"step": 4, "timeline": T1}),
+            FENCED,
+        )
+        return not_green(case(history, scenario=replace(SCENARIO, expect=Expectation(fenced=True))))
+
+    assert "expected_fencing" not in found(4.5)
+    assert "acknowledged step 4 after" in found(6.1)["expected_fencing"][1]
 
 
 def test_an_account_of_a_new_beginning_says_step_0() -> None:

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptd.chaos.local_faults import DISK_FAULTS_OF, DiskFault
+from ckptd.chaos.network.words import NETWORK_FAULTS
 from ckptd.chaos.scenario_reader import parse
 from ckptd.chaos.scenario_writer import to_toml
 from ckptd.chaos.schedule import schedule
@@ -55,18 +57,27 @@ def test_the_hash_seed_of_a_process_changes_nothing() -> None:
 @settings(max_examples=50)
 @given(seeds, sizes, stores)
 def test_every_schedule_is_valid_and_survives_its_file(seed: int, size: tuple[int, int], store: str) -> None:
-    """What is written is read again as it was; its targets exist; only an S3 store is made to fail."""
+    """What is written is read again as it was; its targets exist; only what there is is made to fail."""
     nnodes, nproc = size
     scenario = draw(seed, nnodes=nnodes, nproc=nproc, store=store)
     assert parse(to_toml(scenario), name=scenario.name, source="x.toml") == scenario
     planned = schedule(scenario, nnodes=nnodes, nproc=nproc, seed=0)
     assert 2 <= len(planned) <= 10
-    assert store == "s3" or all(fault.store is None for fault in planned)
+    needs_s3 = [fault for fault in planned if fault.store is not None or (fault.network and fault.network.needs_store)]
+    assert store == "s3" or not needs_s3
+    assert store == "local" or not [fault for fault in planned if fault.do == "disk" and fault.kind == "store"]
+    assert nnodes > 1 or not [fault for fault in planned if fault.network is not None and fault not in needs_s3]
     # Whatever is stopped goes on with the very next fault: nothing hangs because a schedule is badly drawn.
     for fault, following in zip(planned, [*planned[1:], None], strict=True):
         if fault.do == "stop":
             assert following is not None
             assert (following.do, following.target) == ("continue", fault.target)
+        if fault.network is not None and fault.network.replaced:
+            assert following is not None
+            assert following.network is not None
+            assert following.network.kind == "heal"
+    # Who is woken twice a second does not stand still.
+    assert not {"stop", "hang"} & {fault.do for fault in planned} or "slow" not in {fault.do for fault in planned}
 
 
 @settings(max_examples=50)
@@ -78,7 +89,7 @@ def test_a_failpoint_is_only_waited_for_where_an_agent_starts(seed: int, size: t
         if fault.at.failpoint is not None and index > 0:
             before = faults[index - 1]
             hit = {"all": fault.target.which, "coordinator": 0}.get(before.target.kind, before.target.which)
-            assert before.do in ("kill", "lose")
+            assert before.do in ("kill", "lose", "reboot", "segfault", "terminate")
             assert before.target.kind in ("agent", "node", "coordinator", "all")
             assert hit == fault.target.which
             assert fault.at.restarting
@@ -90,9 +101,21 @@ def test_every_deed_is_drawn() -> None:
     kinds = Counter((fault.do, fault.target.kind) for fault in drawn)
     assert {("kill", kind) for kind in ("rank", "agent", "coordinator", "node", "all")} <= set(kinds)
     assert {("lose", "node"), ("lose", "all"), ("stop", "rank"), ("stop", "agent"), ("stop", "node")} <= set(kinds)
+    assert {("reboot", "node"), ("reboot", "all"), ("segfault", "rank"), ("segfault", "agent")} <= set(kinds)
+    assert {("terminate", "agent"), ("terminate", "rank"), ("raise", "rank"), ("hang", "rank")} <= set(kinds)
+    assert {("slow", kind) for kind in ("rank", "agent")} <= set(kinds)
+    assert {("clock", kind) for kind in ("node", "rank", "agent")} <= set(kinds)
+    assert {fault.network.kind for fault in drawn if fault.network is not None} == set(NETWORK_FAULTS)
     assert len({fault.store.kind for fault in drawn if fault.store is not None}) >= 10
     assert sum(fault.at.restarting for fault in drawn) > 100
     assert {fault.target.which for fault in drawn if fault.target.kind == "rank"} == {0, 1, 2, 3}
+
+
+def test_every_way_of_a_disk_is_drawn() -> None:
+    """On local files: whatever the disk of a store, or a node's shared memory, can say while it is in use."""
+    drawn = [fault for seed in range(400) for fault in draw(seed, nnodes=2, nproc=1, store="local").faults]
+    ways = {(fault.local.disk, fault.local.kind) for fault in drawn if isinstance(fault.local, DiskFault)}
+    assert ways == {(disk, kind) for disk in ("store", "shm") for kind in DISK_FAULTS_OF[disk]}
 
 
 def test_the_failpoints_of_the_table_exist() -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+from typer.testing import CliRunner
 
 from ckptd.chaos.accounts import Account
 from ckptd.chaos.checkers.case import Case
 from ckptd.chaos.checkers.promises import faults_fired
+from ckptd.chaos.cli import app
+from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.conductor import Performance
 from ckptd.chaos.evidence import Evidence
 from ckptd.chaos.history import History
@@ -18,6 +22,7 @@ from ckptd.chaos.record import Record, load_record, save_record
 from ckptd.chaos.scenario import Expectation, Moment, Scenario
 from ckptd.chaos.scenario_reader import ScenarioError, load, parse
 from ckptd.chaos.soak.drawing import draw
+from ckptd.chaos.soak.running import Setting, Soak
 from ckptd.chaos.soak.telling import as_plain
 from ckptd.chaos.verdict import FailureClass, Verdict
 
@@ -118,6 +123,42 @@ def test_the_line_that_runs_a_file_again_names_the_file(tmp_path: Path) -> None:
     drawn = replace(record, replay="ckptd chaos soak --seed 3 --seeds 1")
     save_record(drawn, tmp_path)
     assert judge(load_record(tmp_path), tmp_path).replay == "ckptd chaos soak --seed 3 --seeds 1"
+
+
+def test_a_soak_that_cannot_start_its_processes_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is out of breath: it is said, with evidence, and neither a traceback nor a pass."""
+
+    def refuse(_stack: object) -> NoReturn:
+        raise ProcessError("the fork server did not start: out of breath")
+
+    monkeypatch.setattr("ckptd.chaos.soak.running.spawners", refuse)
+    monkeypatch.setattr("ckptd.chaos.cluster.disks.missing", lambda: "not here")
+    with Soak(Setting(nnodes=2, nproc=1), tmp_path) as soak:
+        report = soak.run(
+            draw(3, nnodes=2, nproc=1, store="local"), store="local", seed=3, name="a b", replay="again {file}"
+        )
+    assert report.verdict is Verdict.UNKNOWN
+    assert "out of breath" in " ".join(finding.text for finding in report.findings)
+    assert (tmp_path / "a b" / "report.html").is_file()
+    # A folder with a blank in its name is one word of the line.
+    assert report.replay == f"again '{tmp_path / 'a b' / 'schedule.toml'}'"
+
+
+@pytest.mark.parametrize(
+    ("words", "text"), [(["-m", "no-module"], "-m needs the name"), (["python", "x.py"], "leave 'python' out")]
+)
+def test_a_soak_reads_its_command_as_the_other_verbs_do(words: list[str], text: str) -> None:
+    """A module, a torchrun line; all else is refused with the right form, and two numbers that differ as well."""
+    refused = CliRunner().invoke(app, ["soak", "--list", "--seeds", "1", "--", *words])
+    assert (refused.exit_code, text in refused.output) == (2, True), refused.output
+    differs = CliRunner().invoke(
+        app, ["soak", "--list", "--seeds", "1", "--", "torchrun", "--nnodes=3", "-m", "some.module"]
+    )
+    assert (differs.exit_code, "--nnodes is 2, but torchrun is told 3" in differs.output) == (2, True), differs.output
+    listed = CliRunner().invoke(
+        app, ["soak", "--list", "--seed", "1", "--seeds", "1", "--", "-m", "some.module", "two words"]
+    )
+    assert listed.exit_code == 0, listed.output
 
 
 def test_faults_are_counted_by_kind(tmp_path: Path) -> None:

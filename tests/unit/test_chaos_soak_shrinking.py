@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptd.chaos.local_faults import ClockFault, LocalFault, SlowFault
+from ckptd.chaos.network.words import NetworkFault
 from ckptd.chaos.scenario import Fault, Moment, Scenario, StoreFault, Target
 from ckptd.chaos.scenario_reader import parse
 from ckptd.chaos.scenario_writer import to_toml
@@ -13,6 +16,7 @@ from ckptd.chaos.soak.parts import Part, assembled, parts_of, simpler
 from ckptd.chaos.soak.shrinking import Enough, shrink
 
 ENOUGH = 10_000
+ENDS = ("node 0", "nodes")
 Numbers = tuple[int, ...]
 
 
@@ -114,8 +118,10 @@ def test_any_parts_make_a_scenario_that_can_be_run(seed: int, store: str, data: 
     left = assembled(kept, scenario)
     if left.faults:
         assert parse(to_toml(left), name=left.name, source="x.toml") == left
-        stops = [fault.target.kind for fault in left.faults if fault.do == "stop"]
-        assert stops == [fault.target.kind for fault in left.faults if fault.do == "continue"]
+        stops = [fault.target for fault in left.faults if fault.do == "stop"]
+        assert stops == [fault.target for fault in left.faults if fault.do == "continue"]
+        told = [fault.network for fault in left.faults if fault.network is not None]
+        assert sum(one.replaced for one in told) == sum(one.kind == "heal" for one in told)
 
 
 def test_simpler_comes_to_an_end() -> None:
@@ -134,3 +140,38 @@ def test_simpler_comes_to_an_end() -> None:
     ((_, plainest),) = seen[-1].faults
     assert plainest.at == Moment(event="step")
     assert plainest.store == StoreFault(kind="delay", op="put", times=1, delay_s=1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "plainest"),
+    [
+        (ClockFault(shift_s=3600, for_s=8), ClockFault(shift_s=3600, for_s=1)),
+        (ClockFault(shift_s=3600), ClockFault(shift_s=3600)),
+        (SlowFault(percent=20, for_s=3), SlowFault(percent=20, for_s=1)),
+        (
+            NetworkFault(kind="delay", between=ENDS, for_s=5, delay_ms=50),
+            NetworkFault(kind="delay", between=ENDS, for_s=1, delay_ms=50),
+        ),
+        (
+            NetworkFault(kind="partition", between=ENDS, replaced=True),
+            NetworkFault(kind="partition", between=ENDS, replaced=True),
+        ),
+    ],
+)
+def test_what_lasts_is_made_shorter_and_stays_what_it_is(
+    fault: LocalFault | NetworkFault, plainest: LocalFault | NetworkFault
+) -> None:
+    """A fault that lasts is tried for a second; one that lasts to the end is not made one that is over."""
+    is_network = isinstance(fault, NetworkFault)
+    whole = Fault(
+        do="x",
+        target=Target(kind="network"),
+        at=Moment(event="step"),
+        network=fault if isinstance(fault, NetworkFault) else None,
+        local=None if isinstance(fault, NetworkFault) else fault,
+    )
+    (part,) = parts_of(Scenario(name="x", title="x", faults=(whole,)))
+    while (following := next(iter(simpler(part)), None)) is not None:
+        part = following
+    ((_, left),) = part.faults
+    assert (left.network if is_network else left.local) == plainest

@@ -19,6 +19,7 @@ from ckptd.chaos.history import Event, History
 from ckptd.chaos.nemesis.harm import Harm
 from ckptd.chaos.nemesis.injector import Injecting, Injector, Struck
 from ckptd.chaos.nemesis.lifting import Lifting
+from ckptd.chaos.out_of_reach import end_cut_off_ranks
 from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import TICK, Watcher
 
@@ -127,6 +128,7 @@ class Conductor:
             launch, why = self._play()
             launch.end()
             self._settle()
+            end_cut_off_ranks(self._cluster, self._history, self._notice, within=self._limits.woken)
             shared = {node.place.name: node.shared_bytes() for node in self._cluster.nodes}
             ends = self._cluster.end_agents()
             left = {
@@ -216,7 +218,7 @@ class Conductor:
                 self._watcher.follow_events(clients, f"client {node.index}")
         if launch.number > 1:
             self._arm_at = (f"script {launch.number}", "step")
-        self._launch_was_harmed = self._launch_is_given_up = False
+        self._launch_was_harmed, self._launch_is_given_up = self._lifting.blocks_start(), False
         self._hung_since = None
         self._say("launched", launch=launch.number)
         return launch
@@ -252,7 +254,8 @@ class Conductor:
         self._lifting.note(harm)
         for node in harm.replace:
             fresh = self._cluster.replace(node)
-            self._say("node_replaced", node=node.place.name, by=fresh.place.name)
+            cut_off = {"cut_off": True} if node.is_cut_off else {}
+            self._say("node_replaced", node=node.place.name, by=fresh.place.name, **cut_off)
         for node in harm.rebooted:
             self._say("node_rebooted", node=node.place.name)
         # The next fault waits for a job that runs again, or for the agent's return.
@@ -299,7 +302,9 @@ class Conductor:
         self._lifting.lift(everything=True)
         self._notice()
         fault = self._injector.pending
-        if fault is not None and fault.do == "continue":
+        if fault is not None and (
+            fault.do == "continue" or (fault.network is not None and fault.network.kind == "heal")
+        ):
             self._suffer(self._injector.strike_now())
         zombies = {
             node.source

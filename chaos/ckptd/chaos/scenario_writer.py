@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
+from ckptd.chaos.local_faults import ClockFault, DiskFault, LocalFault
+from ckptd.chaos.network.words import STORE, NetworkFault
 from ckptd.chaos.scenario import Expectation, Fault, Moment, Scenario, StoreFault
 
 
@@ -33,8 +35,37 @@ def _lines(scenario: Scenario) -> Iterator[str]:
 def _fault(fault: Fault) -> dict[str, object]:
     if fault.store is not None:
         return {"do": "store", "fault": fault.store.kind, **_store(fault.store)}
+    if fault.network is not None:
+        return {"do": "network", "fault": fault.network.kind, **_network(fault.network)}
+    local = {} if fault.local is None else _local(fault.local)
+    # The store's disk is nobody's own, and has no target in a file.
+    return {"do": fault.do, **({} if fault.target.kind == STORE else {"target": _target(fault)}), **local}
+
+
+def _target(fault: Fault) -> str:
     which = fault.target.which
-    return {"do": fault.do, "target": fault.target.kind if which is None else f"{fault.target.kind} {which}"}
+    return fault.target.kind if which is None else f"{fault.target.kind} {which}"
+
+
+def _network(fault: NetworkFault) -> dict[str, object]:
+    if fault.kind == "heal":
+        return {}
+    told: dict[str, object] = {"between": list(fault.between)}
+    told |= {key: value for key in ("for_s", "delay_ms") if (value := getattr(fault, key)) not in (None, 0)}
+    # It is said only where it may be: neither a delay nor a reset takes a node out of reach.
+    return told if fault.kind in ("delay", "reset") else told | {"replaced": fault.replaced}
+
+
+def _local(fault: LocalFault) -> dict[str, object]:
+    if isinstance(fault, DiskFault):
+        told: dict[str, object] = {"disk": fault.disk, "fault": fault.kind}
+        told |= {"left_kib": fault.left_kib} if fault.left_kib else {}
+        told |= {"size_mib": fault.size_mib} if fault.is_mounted else {}
+    elif isinstance(fault, ClockFault):
+        told = {"shift_s": fault.shift_s}
+    else:
+        told = {"percent": fault.percent}
+    return told | ({} if fault.for_s is None else {"for_s": fault.for_s})
 
 
 def _store(fault: StoreFault) -> dict[str, object]:

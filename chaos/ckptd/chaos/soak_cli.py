@@ -26,6 +26,7 @@ from rich.console import Console
 from ckptd.chaos.cache import default_cache
 from ckptd.chaos.cluster.launcher import MOST_NODES
 from ckptd.chaos.cluster.store import STORES
+from ckptd.chaos.command import CommandError, agreed, parse_command
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.summary import overall_verdict, write_summary
@@ -102,7 +103,10 @@ class _Plan:
 
     def plain(self, store: str) -> str:
         """Return the line of `ckptd chaos run` for a file that stands there as {file}."""
-        return self._line("run", ["{file}"], store, self.setting.command)
+        way = self.setting.network
+        return self._line(
+            "run", ["{file}", *(["--network", way] if way != "auto" else [])], store, self.setting.command
+        )
 
     def _line(self, verb: str, first: list[str], store: str, script: Sequence[str]) -> str:
         size = ["--nnodes", str(self.setting.nnodes), "--nproc", str(self.setting.nproc), "--store", store]
@@ -124,7 +128,8 @@ def soak(
         list[str] | None,
         typer.Argument(
             metavar="[-- SCRIPT ARGS...]",
-            help="What torchrun runs; {root}, {digests}, {out} are filled in. [default: a small job of ckptd's own]",
+            help="What torchrun runs: a script, -m MODULE, or a torchrun line. {root}, {digests}, {out} are filled in. "
+            "[default: a small job of ckptd's own]",
         ),
     ] = None,
     *,
@@ -164,13 +169,12 @@ def soak(
     """
     if store not in (*STORES, "both"):
         _refuse(f"--store is {store!r}; allowed: {', '.join(STORES)}, both")
-    if command and not Path(command[0]).is_file():
-        _refuse(f"there is no script {command[0]!r}")
+    script = _script(command, nnodes, nproc)
     if given is not None and (seed, seeds, minutes) != (None, None, None):
         _refuse("--schedule runs one schedule; it goes without --seed, --seeds and --minutes")
     first = secrets.randbelow(1 << 31) if seed is None and given is None else seed or 0
     plan = _Plan(
-        setting=_setting(command, nnodes, nproc, timeout, cached=cached),
+        setting=_setting(script, nnodes, nproc, timeout, cached=cached),
         stores=STORES if store == "both" else (store,),
         first=first,
         seeds=1 if given is not None else seeds if seeds is not None or minutes is not None else _SEEDS,
@@ -179,7 +183,7 @@ def soak(
         shrinks=shrink,
         bounds=Bounds(tries=shrink_tries, time=timedelta(minutes=shrink_minutes)),
         keeps=keep or out is not None,
-        script=tuple(command or ()),
+        script=script,
     )
     if listed:
         _list(plan)
@@ -194,7 +198,20 @@ def soak(
     raise typer.Exit(_run(plan, folder, console, as_json=as_json))
 
 
-def _setting(command: list[str] | None, nnodes: int, nproc: int, timeout: float | None, *, cached: bool) -> Setting:
+def _script(command: list[str] | None, nnodes: int, nproc: int) -> tuple[str, ...]:
+    """Return script or `-m MODULE` and its arguments; empty for the small job."""
+    if not command:
+        return ()
+    try:
+        parsed = parse_command(command, is_file=lambda name: Path(name).is_file())
+        agreed("--nnodes", nnodes, parsed.nnodes, nnodes)
+        agreed("--nproc", nproc, parsed.nproc, nproc)
+    except CommandError as error:
+        _refuse(str(error))
+    return parsed.script
+
+
+def _setting(command: Sequence[str], nnodes: int, nproc: int, timeout: float | None, *, cached: bool) -> Setting:
     if not command:
         limits = LIMITS if timeout is None else Limits(run=timedelta(seconds=timeout), relaunches=LIMITS.relaunches)
         return Setting(nnodes=nnodes, nproc=nproc, command=COMMAND, is_small=True, limits=limits)
@@ -274,7 +291,7 @@ def _follow_up(plan: _Plan, running: Soak, telling: Telling, done: _Done, report
             tell=lambda line: telling.say(f"    {line}"),
         )
         done.shrunk.append(shrunk)
-        telling.reproduced(shrunk, plan.plain(store).replace("{file}", shrunk.file, 1))
+        telling.reproduced(shrunk, plan.plain(store).replace("{file}", shlex.quote(shrunk.file), 1))
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ckptd.chaos.checkers import after_restore, bits, bounds, expectations, fencing, leaks, promises, restores
+from ckptd.chaos.checkers import after_restore, bits, bounds, cut_off, expectations, fencing, leaks, promises, restores
 from ckptd.chaos.checkers.case import Case
 from ckptd.chaos.verdict import Finding
 
@@ -23,6 +23,7 @@ CHECKS: tuple[Callable[[Case], Finding], ...] = (
     restores.restored_newest,
     promises.one_decision,
     fencing.zombie_without_effect,
+    cut_off.cut_off_ended,
     promises.deaths_explained,
     leaks.no_leaks,
     leaks.objects_accounted,

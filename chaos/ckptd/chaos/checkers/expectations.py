@@ -103,6 +103,10 @@ def expected_fencing(case: Case) -> Finding:
     if not woken or not replaced:
         return Finding.unknown("expected_fencing", "no zombie was woken")
     zombie, since = f"agent {replaced[0].fields['node']}", woken[-1].t
+    if str(woken[-1].fields.get("target")).startswith("partition"):
+        # Cut off for good: it may speak of what it has decided until another one takes over.
+        others = history.of("claimed", source="agent", after=since, where=lambda e: e.source != zombie)
+        since = others[0].t if others else since
     for wrong in _zombie_sins(case, zombie, since):
         return Finding.failed("expected_fencing", FailureClass.SPLIT_HISTORY, wrong)
     return Finding.passed("expected_fencing", f"{zombie} was fenced")

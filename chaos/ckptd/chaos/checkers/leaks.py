@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptd.chaos.checkers.case import Case
+from ckptd.chaos.out_of_reach import cut_off_agents
 from ckptd.chaos.verdict import FailureClass, Finding
+from ckptd.daemon.serve import EXIT_UNFLUSHED
 
 
 def no_leaks(case: Case) -> Finding:
@@ -14,7 +16,13 @@ def no_leaks(case: Case) -> Finding:
     if stubborn:
         text = f"{', '.join(stubborn)} did not end on SIGTERM and had to be killed"
         return Finding.failed("no_leaks", FailureClass.HARD_FAIL, text)
-    bad = [f"{source} (exit {code})" for source, code in case.performance.agent_ends.items() if code]
+    cut_off = cut_off_agents(case.performance.history)
+    bad = [
+        f"{source} (exit {code})"
+        for source, code in case.performance.agent_ends.items()
+        # Nobody can flush to a store that is out of reach; it says so, and ends.
+        if code and not (code == EXIT_UNFLUSHED and source in cut_off)
+    ]
     if bad:
         return Finding.failed("no_leaks", FailureClass.HARD_FAIL, f"ended badly on SIGTERM: {', '.join(bad)}")
     left = [*case.performance.leaks]

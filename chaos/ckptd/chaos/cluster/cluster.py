@@ -231,9 +231,19 @@ class Cluster:
         """Return an event of one of its processes with the time when it really happened."""
         return event if self.planted is None else self.planted.true_time(event)
 
+    def cut_off(self) -> list[Node]:
+        """Return the nodes that were cut off, replaced, and live on."""
+        return [
+            n for n in self.gone if n.is_cut_off and not n.is_paused and n.agent is not None and n.agent.poll() is None
+        ]
+
     def end_agents(self) -> dict[str, int | None]:
-        """Ask all agents to end in order; return each one's exit code by its source, None where it had to be killed."""
+        """Ask all agents to end in order; return each one's exit code by its source, None where it had to be killed.
+
+        Whoever was cut off is asked as well: a signal needs no network.
+        """
         running = [n for n in self.nodes if n.agent is not None and n.agent.poll() is None and not n.is_out_of_reach]
+        running += self.cut_off()
         for node in running:
             if node.agent is not None:
                 node.agent.signal(signal.SIGTERM)

@@ -23,7 +23,7 @@ from ckptd.chaos.cluster import leash
 from ckptd.chaos.cluster.process import Leashed, ProcessError
 from ckptd.chaos.watch import read_tail, wait_until
 
-_START_DEADLINE = timedelta(seconds=90)
+_START_DEADLINE = timedelta(seconds=300)
 _END_DEADLINE = timedelta(seconds=20)
 _POLL_S = 0.005
 

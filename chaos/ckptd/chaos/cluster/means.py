@@ -40,6 +40,8 @@ def require_means(faults: Sequence[PlannedFault], *, store: str) -> str:
 def local_means(cluster: Cluster, faults: Sequence[PlannedFault], root: str) -> Iterator[None]:
     """Give a cluster that has not been started what its faults need, for the block; evidence is kept.
 
+    Where mounts are not allowed it gets none, and what needs one is not done: `require_means` says so before.
+
     Raises:
         DiskError: Mounting failed.
     """
@@ -48,7 +50,7 @@ def local_means(cluster: Cluster, faults: Sequence[PlannedFault], root: str) -> 
     if parts := parts_wanted(faults):
         cluster.planted = Planted(cluster.folder / "planted", parts)
     mounted = mounted_faults(faults)
-    if not mounted:
+    if not mounted or missing():
         yield
         return
     with private_mounts(), Disks(mounted) as disks:

@@ -103,7 +103,9 @@ class Planted:
         that shows the time nearest to now.
         """
         now = time.time()
-        shift = min((0.0, *self._shifts), key=lambda one: abs(event.t - one - now))
+        # A node's clock and a rank's own may be off both.
+        shifts = {one + other for one in (0.0, *self._shifts) for other in (0.0, *self._shifts)}
+        shift = min(sorted(shifts, key=abs), key=lambda one: abs(event.t - one - now))
         return replace(event, t=round(event.t - shift, 6)) if shift else event
 
     def proved(self, struck: Sequence[Struck]) -> tuple[Struck, ...]:

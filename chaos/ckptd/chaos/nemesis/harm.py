@@ -34,6 +34,7 @@ class Harm:
         undo: Takes the fault back; None where that is another fault's matter, or nobody's.
         what: The fault in words, where it can be taken back.
         undo_after_s: When that is to be done, seconds; None: when the job is done.
+        blocks_start: While it lasts, a launch that starts may die of it: its first record needs the store's disk.
     """
 
     pids: tuple[int, ...]
@@ -47,6 +48,7 @@ class Harm:
     undo: Callable[[], None] | None = None
     what: str = ""
     undo_after_s: float | None = None
+    blocks_start: bool = False
 
 
 def agent_of(node: Node) -> list[int]:

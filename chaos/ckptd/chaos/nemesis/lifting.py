@@ -28,6 +28,10 @@ class Lifting:
             after = float("inf") if harm.undo_after_s is None else harm.undo_after_s
             self._due.append((time.monotonic() + after, harm))
 
+    def blocks_start(self) -> bool:
+        """Whether a launch that starts now may die of what lasts."""
+        return any(harm.blocks_start for _, harm in self._due)
+
     def lift(self, *, everything: bool = False) -> None:
         """Take back what is due, or everything."""
         now = time.monotonic()

@@ -132,7 +132,13 @@ def _harm_disk(fault: PlannedFault, disk: DiskFault, cluster: Cluster, coordinat
                     undone.callback(_plant_refusal(disk, name, folder, cluster))
         except DiskError as error:
             raise NemesisError(str(error)) from None
-        return Harm(pids=(), undo=undone.pop_all().close, what=fault.target, undo_after_s=_seconds(fault))
+        return Harm(
+            pids=(),
+            undo=undone.pop_all().close,
+            what=fault.target,
+            undo_after_s=_seconds(fault),
+            blocks_start=disk.disk == "store",
+        )
 
 
 def _harm_mount(disk: DiskFault, folder: Path, cluster: Cluster) -> Callable[[], None]:

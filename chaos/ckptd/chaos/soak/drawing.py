@@ -11,11 +11,14 @@ from dataclasses import replace
 
 from ckptd.chaos.scenario import Expectation, Fault, Scenario
 from ckptd.chaos.soak.chance import Chance
-from ckptd.chaos.soak.deeds import DEEDS, Deed
+from ckptd.chaos.soak.deed import Deed
+from ckptd.chaos.soak.deeds import DEEDS
 from ckptd.chaos.soak.moments import SLOW, Ground
 
 _DEEDS_OF_A_SCHEDULE = (2, 5)
 _DELAYS_S = ("0.01", "0.05", "0.1")
+_ENDS = ("kill", "lose", "segfault", "terminate", "raise", "hang", "reboot")
+"""Deeds after which somebody is started again."""
 
 
 def draw(seed: int, *, nnodes: int, nproc: int, store: str, deeds: Sequence[Deed] = DEEDS) -> Scenario:
@@ -31,16 +34,18 @@ def draw(seed: int, *, nnodes: int, nproc: int, store: str, deeds: Sequence[Deed
     Raises:
         ValueError: No deed of the table can be done here.
     """
-    possible = [deed for deed in deeds if store == "s3" or not deed.only_s3]
-    if not possible:
-        raise ValueError(f"no deed of the table can be done to a job on a store of kind {store}")
-    chance = Chance(f"soak/{seed}/{nnodes}/{nproc}/{store}")
     ground = Ground(nnodes=nnodes, nproc=nproc, store=store)
+    if not any(deed.fits(ground) for deed in deeds):
+        raise ValueError(f"no deed of the table can be done to a job of {nnodes} nodes on a store of kind {store}")
+    chance = Chance(f"soak/{seed}/{nnodes}/{nproc}/{store}")
     faults: list[Fault] = []
     for _ in range(chance.between(*_DEEDS_OF_A_SCHEDULE)):
+        possible = [deed for deed in deeds if deed.fits(ground)]
+        if not possible:
+            break
         deed = chance.weighted(possible, [one.weight for one in possible])
         faults += deed.make(chance, ground)
-        ground = _after(faults[-1], replace(ground, index=len(faults)))
+        ground = _after(faults[-1], replace(ground, index=len(faults), pulse=ground.pulse or deed.pulse))
     return Scenario(
         name=f"seed-{seed}-{store}",
         title=f"{len(faults)} faults drawn by the seed {seed}",
@@ -56,8 +61,11 @@ def draw(seed: int, *, nnodes: int, nproc: int, store: str, deeds: Sequence[Deed
 def _after(fault: Fault, ground: Ground) -> Ground:
     """Return what the next fault may count on."""
     kind, which = fault.target.kind, fault.target.which
-    if fault.do not in ("kill", "lose"):
+    if fault.do not in _ENDS:
         return replace(ground, is_starting=False, restarted=())
+    if fault.do == "hang":
+        # It takes a while until the job is given up, and starts again then.
+        return replace(ground, is_starting=True, restarted=())
     if kind == "all":
         return replace(ground, is_starting=True, restarted=tuple(range(ground.nnodes)))
     if kind == "coordinator":

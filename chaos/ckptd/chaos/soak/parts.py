@@ -1,15 +1,17 @@
 """A schedule taken apart: what can be left out of it, and what can be made simpler. Pure.
 
 Owns: which faults belong together, and what is simpler than what. Does not own: the search (`shrinking`). A stop without the
-fault that has its target go on would hang any job, and be another failure than the one that is looked for.
+fault that has its target go on would hang any job, and be another failure than the one that is looked for; so it is with a node
+that is cut off for good and what heals the network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ckptd.chaos.scenario import Fault, Moment, Scenario, Target
+from ckptd.chaos.local_faults import LocalFault
+from ckptd.chaos.scenario import Fault, Moment, Scenario
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,24 +28,27 @@ class Part:
 
 
 def parts_of(scenario: Scenario) -> tuple[Part, ...]:
-    """Take a schedule apart: each fault, a `continue` with the stop before it of the same target, and each delay."""
+    """Take a schedule apart: each fault, what ends one with the fault that it ends, and each delay.
+
+    A `continue` ends the stop before it of the same target, a `heal` the cut before it that lasts.
+    """
     groups: list[list[tuple[int, Fault]]] = []
     for place, fault in enumerate(scenario.faults):
-        stopped = _stopped(groups, fault.target) if fault.do == "continue" else None
-        if stopped is None:
+        ended = next((group for group in reversed(groups) if len(group) == 1 and _ends(fault, group[0][1])), None)
+        if ended is None:
             groups.append([(place, fault)])
         else:
-            stopped.append((place, fault))
+            ended.append((place, fault))
     delays = [entry for entry in scenario.agent_failpoints.split(";") if entry]
     return (*(Part(faults=tuple(group)) for group in groups), *(Part(delay=delay) for delay in delays))
 
 
-def _stopped(groups: Sequence[list[tuple[int, Fault]]], target: Target) -> list[tuple[int, Fault]] | None:
-    """Return the last group whose fault stopped `target` and has nobody to have it go on."""
-    for group in reversed(groups):
-        if len(group) == 1 and group[0][1].do == "stop" and group[0][1].target == target:
-            return group
-    return None
+def _ends(later: Fault, earlier: Fault) -> bool:
+    """Whether a fault is there to end one before it."""
+    if later.do == "continue":
+        return earlier.do == "stop" and earlier.target == later.target
+    is_heal = later.network is not None and later.network.kind == "heal"
+    return is_heal and earlier.network is not None and earlier.network.replaced
 
 
 def assembled(parts: Iterable[Part], like: Scenario) -> Scenario:
@@ -59,16 +64,29 @@ def assembled(parts: Iterable[Part], like: Scenario) -> Scenario:
 
 def simpler(part: Part) -> Iterator[Part]:
     """Yield parts that are like this one and simpler in one thing, the simplest first; each chain of them ends."""
+    yield from _simpler_targets(part)
     for at, (place, fault) in enumerate(part.faults):
         for other in _simpler_faults(fault):
             yield replace(part, faults=(*part.faults[:at], (place, other), *part.faults[at + 1 :]))
 
 
+def _simpler_targets(part: Part) -> Iterator[Part]:
+    """Yield the same done to number 0: to all of a part at once, else somebody else would be woken than was stopped."""
+    if any(isinstance(fault.target.which, int) and fault.target.which > 0 for _, fault in part.faults):
+        yield replace(part, faults=tuple((place, _on_first(fault)) for place, fault in part.faults))
+
+
+def _on_first(fault: Fault) -> Fault:
+    return fault if fault.target.which is None else replace(fault, target=replace(fault.target, which=0))
+
+
 def _simpler_faults(fault: Fault) -> Iterator[Fault]:
     for at in _simpler_moments(fault.at):
         yield replace(fault, at=at)
-    if isinstance(fault.target.which, int) and fault.target.which > 0:
-        yield replace(fault, target=replace(fault.target, which=0))
+    if (local := fault.local) is not None and local.for_s is not None and local.for_s > 1:
+        yield replace(fault, local=_for_a_second(local))
+    if (network := fault.network) is not None and network.for_s is not None and network.for_s > 1:
+        yield replace(fault, network=replace(network, for_s=1))
     if (store := fault.store) is not None:
         if store.prefix:
             yield replace(fault, store=replace(store, prefix=""))
@@ -78,6 +96,10 @@ def _simpler_faults(fault: Fault) -> Iterator[Fault]:
             yield replace(fault, store=replace(store, for_s=1))
         if store.delay_s > 1:
             yield replace(fault, store=replace(store, delay_s=1))
+
+
+def _for_a_second(local: LocalFault) -> LocalFault:
+    return replace(local, for_s=1)
 
 
 def _simpler_moments(at: Moment) -> Iterator[Moment]:

@@ -6,6 +6,7 @@ Owns: what counts as the same failure, how often a run is repeated, and the file
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -144,7 +145,7 @@ class _Reproducing:
             is_minimal=shrunk.is_minimal,
             tries=self._tries,
             file=str(file),
-            replay=self._replay.replace("{file}", str(file)),
+            replay=self._replay.replace("{file}", shlex.quote(str(file))),
         )
 
     def _seen(self, scenario: Scenario, *, of: int) -> int:

@@ -6,6 +6,7 @@ Owns: what all schedules of a soak share, and the folder of each. Does not own: 
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from ckptd.chaos.cluster import disks
+from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.cluster.store import LocalStore, Store, open_store
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.history import Event
@@ -50,6 +53,11 @@ class Setting:
     is_small: bool = True
     limits: Limits = LIMITS
     cache_folder: Path | None = None
+
+    @property
+    def network(self) -> str:
+        """How the network is hurt: processes that are forked stay in the namespace of the server they are forked from."""
+        return "proxy" if self.is_small else "auto"
 
 
 class Soak:
@@ -100,7 +108,8 @@ class Soak:
             command=self.setting.command,
             begun=round(time.time(), 3),
             versions=versions(),
-            replay=replay.replace("{file}", str(folder / SCENARIO_FILE)),
+            network=self.setting.network,
+            replay=replay.replace("{file}", shlex.quote(str(folder / SCENARIO_FILE))),
         )
         try:
             before = self._undisturbed_runs(store)
@@ -110,10 +119,10 @@ class Soak:
                 stage = replace(self._make_stage(), out=folder)
                 opened = self._store(store).of_run(folder, name)
                 record = hurt(stage, scenario, opened, record, faults)
-        except (TrialError, RuntimeError, TimeoutError, OSError) as error:
+        except (TrialError, ProcessError, RuntimeError, TimeoutError, OSError) as error:
             record = with_problem(record, error)
         record = replace(record, seconds=round(time.monotonic() - begun, 3))
-        return conclude(replace(self._make_stage(), out=folder), record)
+        return conclude(self._bare_stage(folder), record)
 
     def remove(self, report: Report) -> None:
         """Remove the evidence of a run."""
@@ -147,20 +156,26 @@ class Soak:
 
     def _make_stage(self) -> Stage:
         if self._stage is None:
-            self._stage = Stage(
-                nnodes=self.setting.nnodes,
-                nproc=self.setting.nproc,
-                command=self.setting.command,
-                out=self._out,
-                limits=self.setting.limits,
-                observe=self._observe,
-            )
+            stage = self._bare_stage(self._out)
             if self.setting.is_small:
+                if not disks.missing():
+                    # What is forked sees the disks that a run makes small.
+                    self._stack.enter_context(disks.private_mounts())
                 spawn_agent, spawn_ranks = spawners(self._stack)
-                self._stage = replace(
-                    self._stage, launcher=SmallLauncher, spawn_agent=spawn_agent, spawn_ranks=spawn_ranks
-                )
+                stage = replace(stage, launcher=SmallLauncher, spawn_agent=spawn_agent, spawn_ranks=spawn_ranks)
+            self._stage = stage
         return self._stage
+
+    def _bare_stage(self, out: Path) -> Stage:
+        return Stage(
+            nnodes=self.setting.nnodes,
+            nproc=self.setting.nproc,
+            command=self.setting.command,
+            out=out,
+            limits=self.setting.limits,
+            observe=self._observe,
+            network=self.setting.network,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,7 @@ def _by_kind(reports: Sequence[Report]) -> Mapping[str, Mapping[str, int]]:
     for report in reports:
         for account in report.accounts:
             # "rank 3" is a rank, and "store: error put" a fault of the store.
-            kind = f"{account.kind} {account.target.split()[0].rstrip(':')}"
+            kind = f"{account.kind} {account.target.split()[0].rstrip(':,')}"
             planned[kind] += 1
             done[kind] += account.fired
     return {kind: {"planned": planned[kind], "fired": done[kind]} for kind in sorted(planned)}
