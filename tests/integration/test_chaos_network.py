@@ -1,6 +1,6 @@
 """The network between nodes is hurt: real namespaces or proxies, real agents, torchrun and gloo; and what comes back is right.
 
-CKPTD_TEST_SCENARIOS=all takes a third scenario; or name some, see `fixtures.asked`.
+CKPTD_TEST_SCENARIOS=all takes more scenarios; or name some, see `fixtures.asked`.
 """
 
 from __future__ import annotations
@@ -219,11 +219,19 @@ def trial(name: str, way: str, store: str, tmp_path: Path, undisturbed: Path) ->
 RUNS = {
     "partition-heals": pytest.param("partition-heals", "auto", "local"),
     "connections-reset": pytest.param("connections-reset", "proxy", "local"),
+    "coordinator-cut-off": pytest.param("coordinator-cut-off", "proxy", "local"),
+    "partition-for-good": pytest.param("partition-for-good", "auto", "local"),
     "coordinator-partitioned": pytest.param("coordinator-partitioned", "auto", "s3", marks=pytest.mark.s3),
 }
 # A cut that heals takes a minute and shows less than these two: the coordinator's is a cut in namespaces, too, and the same
 # cut of two connections is shown packet by packet above.
 USUALLY = ("connections-reset",)
+_CUT_OFF_ENDED = {
+    "coordinator-cut-off": "waits ended: agent 0",
+    "partition-for-good": "waits ended: agent 1",
+    # It is back when the job has moved on.
+    "coordinator-partitioned": "waits ended: agent 0",
+}
 
 
 @pytest.mark.parametrize(("name", "way", "store"), [RUNS[name] for name in asked(USUALLY, tuple(RUNS))])
@@ -237,6 +245,9 @@ def test_a_hurt_network_costs_no_bit(name: str, way: str, store: str, tmp_path: 
     assert compared["same_state_digests"] >= 3
     lines = list(read_ledger(tmp_path / "hurt" / "network-faults.jsonl"))
     assert any("source" in line for line in lines), "nothing was struck"
+    # Whoever was cut off for good had waits that ended, and said so.
+    (ended,) = [finding.text for finding in report.findings if finding.check == "cut_off_ended"]
+    assert ended == _CUT_OFF_ENDED.get(name, "no node was cut off for good")
     done = "netns" if way == "auto" and not namespaces.missing() else "proxy"
     assert {line["way"] for line in lines} == {done}
     assert report.accounts[0].target.endswith(f"by {done}")
