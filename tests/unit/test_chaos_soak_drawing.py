@@ -54,7 +54,7 @@ def test_the_hash_seed_of_a_process_changes_nothing() -> None:
     assert told.stdout == to_toml(draw(8, nnodes=2, nproc=1, store="s3"))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(seeds, sizes, stores)
 def test_every_schedule_is_valid_and_survives_its_file(seed: int, size: tuple[int, int], store: str) -> None:
     """What is written is read again as it was; its targets exist; only what there is is made to fail."""
@@ -80,7 +80,7 @@ def test_every_schedule_is_valid_and_survives_its_file(seed: int, size: tuple[in
     assert not {"stop", "hang"} & {fault.do for fault in planned} or "slow" not in {fault.do for fault in planned}
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(seeds, sizes, stores)
 def test_a_failpoint_is_only_waited_for_where_an_agent_starts(seed: int, size: tuple[int, int], store: str) -> None:
     """Failpoints are given to agents at their start: the first one, or one that the fault before has made necessary."""

@@ -28,7 +28,7 @@ def failing(draw_one: st.DrawFn) -> tuple[Numbers, frozenset[frozenset[int]]]:
     return parts, frozenset(causes)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(failing())
 def test_what_is_left_fails_and_no_single_part_can_go(told: tuple[Numbers, frozenset[frozenset[int]]]) -> None:
     """For every set of causes: the result fails, and without any one of its parts it does not."""
@@ -44,7 +44,7 @@ def test_what_is_left_fails_and_no_single_part_can_go(told: tuple[Numbers, froze
     assert frozenset(shrunk.parts) in causes
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8).map(tuple), st.integers(0, 60), st.integers(1, 3))
 def test_what_is_left_cannot_be_simpler(parts: Numbers, least: int, count: int) -> None:
     """With parts that can be made smaller: none of them can, and still fail."""
@@ -64,7 +64,7 @@ def test_what_is_left_cannot_be_simpler(parts: Numbers, least: int, count: int) 
             assert not fails((*shrunk.parts[:at], other, *shrunk.parts[at + 1 :]))
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(failing(), st.integers(0, 8))
 def test_the_bound_on_tries_is_kept(told: tuple[Numbers, frozenset[frozenset[int]]], most: int) -> None:
     """No more is asked than allowed, never the same twice, and what comes back failed."""
@@ -97,7 +97,7 @@ def test_a_predicate_may_say_that_it_is_enough() -> None:
     assert not shrunk.is_minimal
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from(["local", "s3"]))
 def test_taking_apart_and_putting_together_changes_nothing(seed: int, store: str) -> None:
     """All parts of a schedule are the schedule."""
@@ -105,7 +105,7 @@ def test_taking_apart_and_putting_together_changes_nothing(seed: int, store: str
     assert assembled(parts_of(scenario), scenario) == scenario
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from(["local", "s3"]), st.data())
 def test_any_parts_make_a_scenario_that_can_be_run(seed: int, store: str, data: st.DataObject) -> None:
     """Whatever is left out or made simpler on the way: the file can be read, and nothing that was stopped stays so."""
