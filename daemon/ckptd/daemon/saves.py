@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptd.daemon import rpc
-from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.held import HeldJob
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.outcomes import Outcomes, gone
@@ -199,10 +199,14 @@ class NodeSave:
 
     async def _go(self, decision: CoordinatorMessage.BeginDecision) -> None:
         """Lay out and hand out the slots of a step that is to be saved."""
-        waiting = {rank: wait for rank, wait in self._begins.items() if wait.request.step == decision.step}
+        key = (decision.timeline, decision.step)
+        if key in self._going:
+            # Said once more to a rank that asked again: slots made twice would be lost. Whoever waits when those that are
+            # being made are there is answered then.
+            return
+        waiting = self._waiting(decision.step)
         if not waiting:
             return
-        key = (decision.timeline, decision.step)
         snapshot = self.snapshot(decision.step)
         self._going[key] = None
         try:
@@ -210,39 +214,52 @@ class NodeSave:
                 snapshot = await self._begun(decision, waiting)
         except Exception as failure:  # told to the rank and to every other one
             error = wire_error(failure, phase="begin", step=decision.step, node=self._node)
-            self._link.say(
-                NodeMessage(failed=NodeMessage.StepFailed(timeline=decision.timeline, step=decision.step, error=error))
-            )
-            for wait in waiting.values():
-                if not wait.answer.done():
-                    wait.answer.set_exception(DaemonError(error))
+            self._say_failed(decision, error)
+            self._refuse(decision.step, error)
             return
         finally:
             ended = self._going.pop(key, None)
         if ended is not None:
             self._held.drop(snapshot)
-            for wait in waiting.values():
-                if not wait.answer.done():
-                    wait.answer.set_exception(DaemonError(ended))
+            self._refuse(decision.step, ended)
             return
-        for rank, wait in waiting.items():
+        for rank, wait in self._waiting(decision.step).items():
             slot = snapshot.slots.get(rank)
-            if slot is not None and not wait.answer.done():
-                wait.answer.set_result(
-                    BeginReply(
-                        go=True,
-                        plan_digest=decision.plan_digest,
-                        slot=slot.number,
-                        path=str(slot.path),
-                        data_offset=DATA_OFFSET,
-                        data_bytes=slot.header.data_bytes,
-                        tail_offset=slot.header.tail_offset,
-                        tail_capacity=slot.tail_capacity,
-                        timeline=decision.timeline,
-                        leave_uncompared=snapshot.about.HasField("compared_in"),
-                        segmented_algorithm=snapshot.about.segmented_algorithm,
-                    )
+            if slot is None:
+                error = _came_too_late(rank, decision.step, self._node)
+                self._say_failed(decision, error)
+                wait.answer.set_exception(DaemonError(error))
+                continue
+            wait.answer.set_result(
+                BeginReply(
+                    go=True,
+                    plan_digest=decision.plan_digest,
+                    slot=slot.number,
+                    path=str(slot.path),
+                    data_offset=DATA_OFFSET,
+                    data_bytes=slot.header.data_bytes,
+                    tail_offset=slot.header.tail_offset,
+                    tail_capacity=slot.tail_capacity,
+                    timeline=decision.timeline,
+                    leave_uncompared=snapshot.about.HasField("compared_in"),
+                    segmented_algorithm=snapshot.about.segmented_algorithm,
                 )
+            )
+
+    def _waiting(self, step: int) -> dict[int, BeginWait]:
+        """Return the ranks that wait to hear whether they may begin a step."""
+        return {
+            rank: wait for rank, wait in self._begins.items() if wait.request.step == step and not wait.answer.done()
+        }
+
+    def _refuse(self, step: int, error: Error) -> None:
+        for wait in self._waiting(step).values():
+            wait.answer.set_exception(DaemonError(error))
+
+    def _say_failed(self, decision: CoordinatorMessage.BeginDecision, error: Error) -> None:
+        self._link.say(
+            NodeMessage(failed=NodeMessage.StepFailed(timeline=decision.timeline, step=decision.step, error=error))
+        )
 
     async def _begun(self, decision: CoordinatorMessage.BeginDecision, waiting: dict[int, BeginWait]) -> Snapshot:
         """Learn the plan where it is new, and reserve a slot for every rank of the node."""
@@ -389,3 +406,15 @@ class NodeSave:
         for session in self._link.ranks.values():
             if session.attached:
                 session.tell_step(timeline, step, state, error)
+
+
+def _came_too_late(rank: int, step: int, node: str) -> Error:
+    """Its call was broken off when the others got their slots: the step cannot become whole."""
+    return make_error(
+        error_pb2.REASON_ABORTED,
+        f"step {step}: rank {rank} was away when the slots were made",
+        step=step,
+        rank=rank,
+        node=node,
+        phase="begin",
+    )
