@@ -1,33 +1,31 @@
 """A node's part in saving: from a rank's Begin to the outcome it is told.
 
-Owns: the answers to Begin of this node's ranks, layouts and plans on their way to and from the coordinator, and what an
-outcome or a new timeline means for the node's snapshots. Does not own: slots and uploads (`held`), the session (`run_link`).
-On the agent's event loop. Invariant: a rank gets a slot only for a step that is go on all ranks.
+Owns: the answers to Begin of this node's ranks, and what an outcome or a new timeline means for the node's snapshots. Does not
+own: layouts and plans on their way (`plan_exchange`), slots and uploads (`held`), the session (`run_link`). On the agent's event
+loop. Invariant: a rank gets a slot only for a step that is go on all ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.daemon import rpc
 from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.held import HeldJob
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.outcomes import Outcomes, gone
+from ckptd.daemon.plan_exchange import know_plan, send_layout
 from ckptd.daemon.session import Session, answered
 from ckptd.daemon.slots import DATA_OFFSET
 from ckptd.daemon.snapshots import Snapshot, Stage
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.wire_errors import wire_error
-from ckptd.protos import error_pb2, segmented, shard_table
+from ckptd.protos import error_pb2, segmented
 from ckptd.protos.agent_pb2 import BeginReply, BeginRequest, Event, StagedRequest
-from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeLayoutPart, NodeMessage, NodePlanRequest
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
-from ckptd.protos.failpoints import failpoint
-from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
+from ckptd.protos.snapshot_pb2 import HeldSnapshot
 
 if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
@@ -174,7 +172,7 @@ class NodeSave:
         """Take whatever the coordinator says about saving."""
         kind = message.WhichOneof("kind")
         if kind == "need_layout":
-            self._link.spawn(self._send_layout(message.need_layout))
+            self._link.spawn(send_layout(self._link, message.need_layout))
         elif kind == "begin":
             self._link.timeline = message.begin.timeline or self._link.timeline
             if message.begin.go:
@@ -264,18 +262,7 @@ class NodeSave:
     async def _begun(self, decision: CoordinatorMessage.BeginDecision, waiting: dict[int, BeginWait]) -> Snapshot:
         """Learn the plan where it is new, and reserve a slot for every rank of the node."""
         for rank, wait in waiting.items():
-            layout_digest = bytes(wait.request.layout_digest)
-            known = self._held.plan_of(rank, decision.plan_digest)
-            session = self._link.ranks[rank]
-            put = session.layouts.get(layout_digest)
-            # Ties are no rows, and neither is the rank's place: both may change without any other layout, hence without
-            # another plan. A run on another mesh has another place for the rank that held this layout before.
-            is_stale = known is not None and (
-                (put is not None and put[1] != known.held.aliases)
-                or list(known.held.coordinate) != list(session.about.coordinate)
-            )
-            if known is None or is_stale:
-                await self._fetch_plan(rank, layout_digest, decision.plan_digest)
+            await know_plan(self._link, rank, bytes(wait.request.layout_digest), decision.plan_digest)
         about = HeldSnapshot(
             step=decision.step,
             timeline=decision.timeline,
@@ -297,44 +284,6 @@ class NodeSave:
         tails = {rank: wait.request.tail_bytes for rank, wait in waiting.items()}
         processes = {rank: self._link.ranks[rank].about.process or self._link.ranks[rank].token for rank in waiting}
         return await self._held.begin(about, tails, processes, max(1, self._link.about.options.slots))
-
-    async def _fetch_plan(self, rank: int, layout_digest: bytes, plan_digest: bytes) -> None:
-        writers: list[int] = []
-        request = NodePlanRequest(run_id=self._link.about.run_id, rank=rank, plan_digest=plan_digest)
-        failpoint("saves.before_FetchPlan")
-        async for part in self._link.stub.FetchPlan(request, metadata=rpc.token_metadata(self._link.about.credentials)):
-            writers.extend(part.writer)
-        failpoint("saves.after_FetchPlan")
-        session = self._link.ranks[rank]
-        rows, aliases = session.layouts[layout_digest]
-        await self._held.learn_plan(
-            HeldPlan(
-                rank=rank,
-                coordinate=session.about.coordinate,
-                rows=rows,
-                aliases=aliases,
-                writer=writers,
-                layout_digest=layout_digest,
-                plan_digest=plan_digest,
-            )
-        )
-
-    async def _send_layout(self, need: CoordinatorMessage.NeedLayout) -> None:
-        session = self._link.ranks.get(need.rank)
-        if session is None or bytes(need.digest) not in session.layouts:
-            return
-        rows, _ = session.layouts[bytes(need.digest)]
-
-        async def parts() -> AsyncIterator[NodeLayoutPart]:
-            for at, part in enumerate(shard_table.split(rows)):
-                made = NodeLayoutPart(rows=part)
-                if at == 0:
-                    made.run_id, made.rank, made.digest = self._link.about.run_id, need.rank, need.digest
-                yield made
-
-        failpoint("saves.before_SendLayout")
-        await self._link.stub.SendLayout(parts(), metadata=rpc.token_metadata(self._link.about.credentials))
-        failpoint("saves.after_SendLayout")
 
     def changed(self, snapshot: Snapshot) -> None:
         """An upload has ended: tell the coordinator, whichever timeline it was of."""
