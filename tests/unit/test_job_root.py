@@ -16,7 +16,7 @@ from ckptd.storage_backends.memory import MemoryStore
 from ckptd.storage_backends.retrying import RetryingStore, RetryPolicy
 
 OUTAGE_S, ERRORS = 10.0, 12
-DEADLINE_S = AgentConfig().store_deadline_s
+DEADLINE_S: float = AgentConfig.model_fields["store_deadline_s"].default
 
 
 class Away(MemoryStore):
