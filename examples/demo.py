@@ -22,9 +22,10 @@ from ckptd.chaos.accounts import Account, accounts
 from ckptd.chaos.cluster.store import LocalStore
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.history import Event
+from ckptd.chaos.leading import TrialError
 from ckptd.chaos.scenario import Moment
 from ckptd.chaos.schedule import PlannedFault
-from ckptd.chaos.trial import Stage, TrialError, perform
+from ckptd.chaos.trial import Stage, perform
 
 HERE = Path(__file__).resolve().parent
 OUT = HERE.parent / "build" / "demo"

@@ -6,12 +6,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from fixtures.agents import AgentProcess, Agents
+from fixtures.forked_process import ForkedProcess, python
 from fixtures.raw_job import Job
 from fixtures.stored_root import states, unproved
 
@@ -28,11 +28,16 @@ WITHIN_S = 60.0
 NAME = re.compile(r"(?P<job>[0-9a-f]{16})\.r(?P<rank>\d{6})\.s\d+\.[0-9a-f]{8}\.slot")
 
 
+def trains(agent: AgentProcess, root: str, step: int, byte: int, how: str = "") -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of a trainer on an agent."""
+    command = python(TRAINER, agent.socket, root, str(step), str(byte), *filter(None, [how]))
+    return command, {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])}
+
+
 def trainer(agent: AgentProcess, root: str, step: int, byte: int, how: str = "") -> subprocess.Popen[str]:
-    """Start a trainer on an agent."""
-    command = [sys.executable, str(TRAINER), str(agent.socket), root, str(step), str(byte), *filter(None, [how])]
-    path = os.pathsep.join([str(TESTS), os.environ["PYTHONPATH"]])
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True)
+    """Start a trainer on an agent, and listen to it."""
+    command, env = trains(agent, root, step, byte, how)
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def segments(folder: Path) -> dict[str, int]:
@@ -40,7 +45,6 @@ def segments(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in folder.iterdir() if not path.name.startswith("probe-")}
 
 
-@pytest.mark.long
 def test_s103_what_killed_processes_leave_in_shared_memory_is_given_back(agents: Agents, tmp_path: Path) -> None:
     """Ten trainers and ten agents killed in the midst of a save: nothing of them is left, and a living run's is untouched."""
     agent = agents.new(start=False)
@@ -57,8 +61,8 @@ def test_s103_what_killed_processes_leave_in_shared_memory_is_given_back(agents:
     assert kept
     root = f"file://{tmp_path}/root"
     for number in range(KILLS):
-        with trainer(agent, root, number, 7, "die") as dead:
-            assert dead.wait(timeout=WITHIN_S) == -signal.SIGKILL
+        command, env = trains(agent, root, number, 7, "die")
+        assert ForkedProcess(command, kind="raw rank", env=env).wait(timeout=WITHIN_S) == -signal.SIGKILL
     assert len(segments(agent.shm)) > len(kept), "nothing was left to be given back"
     for number in range(KILLS):
         # Each agent dies with a slot that is being written, of a job of its own that never comes back.

@@ -46,7 +46,7 @@ def zombies_under(agent: AgentProcess) -> list[psutil.Process]:
 )
 def test_s108_nothing_of_a_run_is_left_whoever_is_killed(agents: Agents, tmp_path: Path, victim: str) -> None:
     """SIGKILL to torchrun, to one trainer of four, or to the agent, while a save is uploaded: all others end; no zombies."""
-    agent = agents.new(start=False)
+    agent = agents.new(start=False, is_forked=False)  # its helpers are looked for by its command line
     agent.start(env={"CKPTD_FAILPOINTS": "uploader.before_put=delay:0.3"})
     mark = str(tmp_path / "run")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--rdzv-backend", "c10d"]
@@ -117,7 +117,6 @@ def test_s109_a_port_that_is_taken_is_named_and_never_shared(agents: Agents, tmp
     assert listeners(first) == [("127.0.0.1", port)]
 
 
-@pytest.mark.long
 def test_s109_a_restarted_agent_has_its_port_each_time(agents: Agents, tmp_path: Path) -> None:
     """Killed twenty times with a run on the port: the next one listens there at once."""
     port = free_port()

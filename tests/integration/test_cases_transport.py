@@ -136,7 +136,7 @@ def busy(agents: Agents, tmp_path: Path) -> Iterator[Callable[[str], AgentProces
     jobs: list[Job] = []
 
     def make(drain_s: str) -> AgentProcess:
-        agent = agents.new(start=False)
+        agent = agents.new(start=False, is_forked=False)  # signals and exit codes are those of a Python of its own
         agent.start("--drain-s", drain_s, env={"CKPTD_FAILPOINTS": "uploader.before_put=delay:120"})
         job = Job(f"file://{tmp_path}/root", [agent], 1)
         jobs.append(job)

@@ -56,7 +56,7 @@ def row(name: str, shape: tuple[int, ...], box: LocalBox | None = None, scope: i
 
 Mesh: TypeAlias = tuple[tuple[int, ...], tuple[Placement, ...], list[Pieces]]
 """Sizes, placements, and what every rank holds."""
-EXAMPLES = 300
+EXAMPLES = 150
 
 
 @st.composite

@@ -339,7 +339,7 @@ SHAPES = (
 
 
 @given(data=st.data(), shapes=st.lists(SHAPES, min_size=1, max_size=3), chunk=st.sampled_from([64, 192, 640, 4096, 70]))
-@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_boxes_come_out_of_any_tiling_and_chunks(
     data: st.DataObject, shapes: list[tuple[int, ...]], chunk: int, shm_dir: Path
 ) -> None:

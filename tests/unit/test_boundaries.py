@@ -20,15 +20,25 @@ PACKAGES = ("client/ckptd/client", "daemon/ckptd/daemon", "storage_backends/ckpt
 _NO_STEP = {"Status"}
 
 
+@cache
+def made_calls() -> tuple[tuple[Path, str, ast.Call], ...]:
+    """Return (file, what is called, the call) of every call in the code; it is read once."""
+    return tuple(
+        (path, ast.unparse(node.func), node)
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call)
+    )
+
+
 def calls() -> Iterator[tuple[str, str, str]]:
     """Yield (file, fixed name, the code that makes the rest of it) of each call of `failpoint`."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) in {"failpoint", "failpoints.failpoint"}:
-                    name = node.args[0]
-                    assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: a failpoint's name is a text"
-                    yield path.name, str(name.value), "".join(map(ast.unparse, node.args[1:]))
+    for path, called, node in made_calls():
+        if called in {"failpoint", "failpoints.failpoint"}:
+            name = node.args[0]
+            assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: a failpoint's name is a text"
+            yield path.name, str(name.value), "".join(map(ast.unparse, node.args[1:]))
 
 
 def kinds(message: type) -> set[str]:
@@ -68,12 +78,8 @@ def passed() -> frozenset[str]:
     put, read = labels()["Put"], labels()["ListKeys"] | labels()["Get"] | labels()["GetMany"]
     called = {
         str(node.args[1].value)
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) in {"self._link.call", "self._link.stream"}
-        and isinstance(node.args[1], ast.Constant)
+        for _, name, node in made_calls()
+        if name in {"self._link.call", "self._link.stream"} and isinstance(node.args[1], ast.Constant)
     }
     endings: dict[tuple[str, str], set[str]] = {
         ("link.py", "client.before_"): called,

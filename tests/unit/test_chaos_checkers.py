@@ -1,169 +1,31 @@
-"""Checkers: a sound case is green, and each violation planted into it turns exactly the right check red."""
+"""Every check, and every class of failure, is turned red by a violation that is planted for it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
 
 import pytest
+from fixtures.sound_case import (
+    HISTORY,
+    RESTORED_2,
+    T1,
+    T2,
+    Entry,
+    bounded,
+    case,
+    changed_digest,
+    decision,
+    hurt,
+    not_green,
+    told,
+    with_root,
+    without,
+)
 
 from ckptd.chaos import checkers
-from ckptd.chaos.accounts import Account, accounts
 from ckptd.chaos.checkers.case import Case
-from ckptd.chaos.conductor import Performance
-from ckptd.chaos.evidence import DigestList, Evidence
-from ckptd.chaos.history import Event, History
-from ckptd.chaos.nemesis.injector import Struck
-from ckptd.chaos.root import DecisionFact, RootFacts
-from ckptd.chaos.scenario import Expectation, Fault, Moment, Scenario, Target
-from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.verdict import FailureClass, Finding, Verdict, failure_counts, overall, worst
-
-T1, T2 = "00000001-aaaaaaaaaaaa", "00000002-bbbbbbbbbbbb"
-Entry: TypeAlias = tuple[float, str, str, Mapping[str, object]]
-MOMENT = Moment(event="staged", nth=2, before="sealed")
-SCENARIO = Scenario(
-    name="s",
-    title="t",
-    faults=(Fault(do="kill", target=Target(kind="rank", which=1), at=MOMENT),),
-    expect=Expectation(restored_from=("memory",), restored_step="fault", committed="fault", relaunches=(1, 1)),
-)
-
-
-def digests(step: int, *, when: str = "step") -> list[DigestList]:
-    # A replicated tensor, a replicated object, and a generator of each rank's own.
-    sha = {"model/w": f"w{step}", "loader": f"l{step}"}
-    return [
-        DigestList(step=step, rank=rank, when=when, loss=None, sha256=sha | {"rng": f"r{step}.{rank}"})
-        for rank in (0, 1)
-    ]
-
-
-def decision(step: int, timeline: str, *, committed: bool = True, state: str | None = None) -> DecisionFact:
-    digest = (state or f"state{step}") if committed else ""
-    return DecisionFact(step=step, timeline=timeline, committed=committed, state_digest=digest, record="r")
-
-
-def undisturbed() -> Evidence:
-    return Evidence(
-        losses=tuple((step, f"0x{step}") for step in range(1, 7)),
-        digests=tuple(entry for step in (2, 4, 6) for entry in digests(step)),
-        root=RootFacts(
-            timelines=(T1,),
-            decisions=tuple(decision(step, T1) for step in (2, 4, 6)),
-            listed=((2, T1), (4, T1), (6, T1)),
-            newest=f"log/{T1}.000000000006.json",
-        ),
-    )
-
-
-def hurt() -> Evidence:
-    """Killed while step 4 was being uploaded, restored from it, ended well."""
-    return Evidence(
-        losses=(*((step, f"0x{step}") for step in (1, 2, 3, 4, 5)), *((step, f"0x{step}") for step in (5, 6))),
-        digests=(*digests(2), *digests(4), *digests(4, when="restore"), *digests(6)),
-        root=RootFacts(
-            timelines=(T1, T2),
-            decisions=(decision(2, T1), decision(4, T1), decision(6, T2)),
-            listed=((2, T1), (4, T1), (6, T2)),
-            newest=f"log/{T2}.000000000006.json",
-        ),
-    )
-
-
-def told(*entries: Entry) -> History:
-    history = History()
-    for t, source, kind, fields in entries:
-        history.add(Event(t=t, source=source, kind=kind, fields=fields))
-    return history
-
-
-HISTORY: tuple[Entry, ...] = (
-    (0.0, "harness", "launched", {"launch": 1}),
-    (1.0, "agent 0", "claimed", {"timeline": T1}),
-    (1.1, "agent 0", "resolved", {"timeline": T1, "listed": [], "adopted": []}),
-    (1.2, "agent 0", "started", {"timeline": T1}),
-    (2.0, "agent 0", "begun", {"step": 2, "timeline": T1}),
-    (2.1, "agent 0", "staged", {"step": 2, "timeline": T1}),
-    (2.2, "agent 0", "sealed", {"step": 2, "timeline": T1}),
-    (2.3, "agent 0", "acknowledged", {"step": 2, "timeline": T1, "committed": True}),
-    (2.4, "script 1", "step", {"step": 2, "loss": "0x2"}),
-    (4.0, "agent 0", "begun", {"step": 4, "timeline": T1}),
-    (4.1, "agent 0", "staged", {"step": 4, "timeline": T1}),
-    (4.2, "script 1", "step", {"step": 5, "loss": "0x5"}),
-    (4.3, "harness", "fault", {"do": "kill", "target": "rank 1"}),
-    (4.5, "harness", "exited", {"launch": 1, "by_fault": True}),
-    (5.0, "harness", "launched", {"launch": 2}),
-    (6.0, "agent 0", "claimed", {"timeline": T2}),
-    (6.4, "agent 0", "resolved", {"timeline": T2, "listed": [2], "adopted": [4]}),
-    (6.5, "agent 0", "adopted", {"step": 4, "of": T1, "timeline": T2}),
-    (6.6, "agent 0", "started", {"timeline": T2}),
-    (7.0, "script 2", "restored", {"step": 4, "tier": "memory"}),
-    (7.5, "script 2", "step", {"step": 5, "loss": "0x5"}),
-    (7.9, "agent 0", "begun", {"step": 6, "timeline": T2}),
-    (8.0, "agent 0", "acknowledged", {"step": 6, "timeline": T2, "committed": True}),
-)
-RESTORED_2: Entry = (7.0, "script 2", "restored", {"step": 2, "tier": "memory"})
-
-
-def without(*kinds: str) -> tuple[Entry, ...]:
-    return tuple(entry for entry in HISTORY if entry[2] not in kinds)
-
-
-def case(
-    history: History | None = None,
-    *,
-    evidence: Evidence | None = None,
-    scenario: Scenario = SCENARIO,
-    fired: bool = True,
-    t: float = 4.3,
-    **performance: object,
-) -> Case:
-    planned = PlannedFault(index=0, do="kill", kind="rank", which=1, at=MOMENT)
-    fate = Struck(fault=planned, fired=fired, t=t, step=4, note="" if fired else "its moment never came")
-    values: dict[str, object] = {
-        "history": history or told(*HISTORY),
-        "finished": True,
-        "launches": 2,
-        "struck": (fate,),
-        "why": "",
-        "agent_ends": {"agent 0": 0},
-        "leaks": (),
-        "shared": {},
-    }
-    performed = Performance(**(values | performance))  # type: ignore[arg-type]
-    return Case(
-        scenario=scenario,
-        undisturbed=undisturbed(),
-        hurt=evidence or hurt(),
-        performance=performed,
-        accounts=tuple(accounts(performed, nproc=2)),
-    )
-
-
-def not_green(looked: Case) -> dict[str, tuple[Verdict, str]]:
-    found = checkers.check(looked)
-    return {f.check: (f.verdict, f.text) for f in found if f.verdict is not Verdict.PASS}
-
-
-def with_root(**changes: object) -> Evidence:
-    evidence = hurt()
-    assert evidence.root is not None
-    return replace(evidence, root=replace(evidence.root, **changes))  # type: ignore[arg-type]
-
-
-def changed_digest(step: int, rank: int | None, name: str, *, when: str, to: str | None = "flipped") -> Evidence:
-    """Change one name's digest on one rank, or on all; `to` None removes it."""
-    evidence = hurt()
-    lists = []
-    for entry in evidence.digests:
-        if (entry.step, entry.when) == (step, when) and rank in (None, entry.rank):
-            kept = {one: digest for one, digest in entry.sha256.items() if one != name}
-            lists.append(replace(entry, sha256=kept if to is None else kept | {name: to}))
-        else:
-            lists.append(entry)
-    return replace(evidence, digests=tuple(lists))
 
 
 def test_a_sound_case_passes_every_check() -> None:
@@ -532,15 +394,6 @@ def test_a_planted_violation_turns_its_check_red(
     assert overall(checkers.check(looked)) is Verdict.FAIL
 
 
-def test_another_launchs_right_copy_makes_no_wrong_replica() -> None:
-    """A step that was right on all ranks before the fault and is wrong on all after it diverged silently."""
-    evidence = changed_digest(6, None, "loader", when="step")
-    before = replace(hurt(), digests=(*digests(2), *digests(4), *digests(6), *evidence.digests[4:]))
-    found = {f.check: f for f in checkers.check(case(evidence=before))}["same_digests"]
-    assert found.failure is FailureClass.SILENT_DIVERGENCE
-    assert found.text == "first at step 6, rank 0: loader differs"
-
-
 def test_every_check_is_turned_red_by_a_planted_violation() -> None:
     """No check is there that nothing can fail, but for those that only ever know or do not know."""
     names = {finding.check for finding in checkers.check(case())}
@@ -573,196 +426,3 @@ def test_a_failure_without_a_class_cannot_be_made() -> None:
         Finding(check="x", verdict=Verdict.FAIL, text="")
     with pytest.raises(AssertionError, match="a failure has a class"):
         Finding(check="x", verdict=Verdict.PASS, text="", failure=FailureClass.LEAK)
-
-
-def test_a_late_acknowledgement_of_a_step_that_was_found_decided_is_no_sin() -> None:
-    """A zombie may say what the newer timeline knows already: the step counts."""
-    late: Entry = (7.8, "agent 1", "acknowledged", {"step": 4, "timeline": T1, "committed": True})
-    assert "zombie_without_effect" not in not_green(case(told(*HISTORY, late)))
-
-
-def test_a_quarantined_step_is_not_the_newest_possible() -> None:
-    """What was found bad is passed over, and the next older step is right."""
-    bad: Entry = (6.7, "agent 0", "quarantined", {"step": 4, "timeline": T2, "of": T1})
-    assert "restored_newest" not in not_green(case(told(*without("restored"), bad, RESTORED_2)))
-
-
-def test_what_was_staged_on_a_lost_node_need_not_come_back() -> None:
-    """Bytes that were only in the memory of a node that is gone are gone."""
-    lost: Entry = (4.4, "harness", "node_replaced", {"node": "1", "by": "1.1"})
-    found: Entry = (6.4, "agent 0", "resolved", {"timeline": T2, "listed": [2], "adopted": []})
-    history = told(*without("restored", "resolved", "adopted"), lost, found, RESTORED_2)
-    assert "restored_newest" not in not_green(case(history))
-
-
-def refused_case(*sealed: int) -> Case:
-    """Step 4 was staged on both ranks, sealed for some, and not adopted."""
-    history = told(
-        *without("restored", "resolved", "adopted"),
-        *((4.05, f"agent {rank}", "staged_local", {"step": 4, "timeline": T1, "rank": rank}) for rank in (0, 1)),
-        (5.5, "agent 0", "sealed-local", {"step": 4, "timeline": T1, "ranks": list(sealed)}),
-        (6.3, "agent 0", "not_adopted", {"step": 4, "of": T1, "timeline": T2, "error": "replicas differ"}),
-        (6.4, "agent 0", "resolved", {"timeline": T2, "listed": [2], "adopted": []}),
-        RESTORED_2,
-    )
-    return case(history)
-
-
-def test_a_step_whose_content_was_refused_need_not_come_back() -> None:
-    """All of it was in the store and looked at; a step that was not uploaded is another matter."""
-    assert "restored_newest" not in not_green(refused_case(0, 1))
-    assert "all bytes of step 4 were staged" in not_green(refused_case(0))["restored_newest"][1]
-
-
-def test_a_step_that_was_aborted_need_not_come_back() -> None:
-    """Its bytes were staged, and given up."""
-    aborted: Entry = (4.25, "agent 0", "decided", {"step": 4, "timeline": T1, "committed": False})
-    found: Entry = (6.4, "agent 0", "resolved", {"timeline": T2, "listed": [2], "adopted": []})
-    history = told(*without("restored", "resolved", "adopted"), aborted, found, RESTORED_2)
-    assert "restored_newest" not in not_green(case(history))
-    # The coordinator died before it could say so; the marker stands in the root.
-    unsaid = told(*without("restored", "resolved", "adopted"), found, RESTORED_2)
-    assert "restored_newest" in not_green(case(unsaid))
-    marked = with_root(decisions=(decision(2, T1), decision(4, T1, committed=False), decision(6, T2)))
-    assert "restored_newest" not in not_green(case(unsaid, evidence=marked))
-
-
-def test_costs_within_their_bounds_pass_and_unbounded_ones_are_told() -> None:
-    """The bound itself is allowed; without one the figure is only reported."""
-    texts = {f.check: f.text for f in checkers.check(case(scenario=bounded(lost_steps_max=1, recovery_s_max=4)))}
-    assert texts["lost_work"] == "1 steps trained again, at most 1 allowed after each fault"
-    assert texts["recovery_time"] == "training again after 3.2 s at most, 4 s allowed"
-    texts = {f.check: f.text for f in checkers.check(case())}
-    assert texts["lost_work"] == "1 steps trained again, no bound given"
-    assert texts["recovery_time"] == "training again after 3.2 s at most, no bound given"
-
-
-def test_a_cost_that_cannot_be_told_is_unknown() -> None:
-    """A job that never trained again has no recovery time that could be within a bound."""
-    history = told(*(entry for entry in without("restored") if not (entry[1] == "script 2" and entry[2] == "step")))
-    red = not_green(case(history, scenario=bounded(lost_steps_max=9, recovery_s_max=9)))
-    assert red["lost_work"][0] is Verdict.UNKNOWN
-    assert red["recovery_time"][0] is Verdict.UNKNOWN
-
-
-def test_a_root_that_cannot_be_swept_is_unknown() -> None:
-    """Nobody knows what would be left."""
-    red = not_green(case(evidence=with_root(sweep_error="a newer timeline was claimed")))
-    assert red == {"objects_accounted": (Verdict.UNKNOWN, "the root cannot be swept: a newer timeline was claimed")}
-
-
-def test_two_undisturbed_runs_that_differ_are_unknown_with_step_and_tensors() -> None:
-    """What the script does not do twice in the same way cannot be judged."""
-    first = undisturbed()
-    lists = [replace(e, sha256={**e.sha256, "rng": "other"}) if e.step >= 4 else e for e in first.digests]
-    again = replace(first, losses=(*first.losses[:3], (4, "0x9"), *first.losses[4:]), digests=tuple(lists))
-    assert not_green(replace(case(), repeat=again))["deterministic"] == (
-        Verdict.UNKNOWN,
-        "the script is not deterministic: two undisturbed runs differ first at step 4, loss 0x4 and 0x9; at step 4, rank 0: rng",
-    )
-    assert "deterministic" not in not_green(replace(case(), repeat=first))
-    assert first.root is not None
-    saved = replace(first.root, decisions=(decision(2, T1), decision(4, T1, state="x"), decision(6, T1)))
-    red = not_green(replace(case(), repeat=replace(first, root=saved)))
-    assert red["deterministic"][1].endswith(
-        "differ first at step 4, the state that was saved, though "
-        "losses and lists are equal: seed python's and numpy's generators too"
-    )
-
-
-def bounded(**bounds: int) -> Scenario:
-    return replace(SCENARIO, expect=replace(SCENARIO.expect, **bounds))  # type: ignore[arg-type]
-
-
-def test_a_fault_that_came_too_late_is_unknown_never_a_pass() -> None:
-    """When the window had closed before the fault struck, nothing was proved."""
-    looked = case(told(*HISTORY, (4.25, "agent 0", "sealed", {"step": 4, "timeline": T1})))
-    assert not_green(looked).keys() == {"faults_fired"}
-    assert overall(checkers.check(looked)) is Verdict.UNKNOWN
-    assert "too late" in not_green(looked)["faults_fired"][1]
-
-
-def test_nothing_to_compare_is_unknown() -> None:
-    """A script that prints losses of no common step, no digests and saves nothing proves nothing."""
-    looked = replace(case(evidence=Evidence(losses=((9, "0x9"),))), undisturbed=Evidence(losses=()))
-    assert not_green(looked)["something_was_compared"][0] is Verdict.UNKNOWN
-
-
-def test_digests_that_only_the_undisturbed_run_left_are_unknown() -> None:
-    """Evidence that vanished is not evidence of equality."""
-    looked = case(evidence=replace(hurt(), digests=()))
-    assert not_green(looked)["same_digests"][0] is Verdict.UNKNOWN
-
-
-def test_a_checker_that_crashes_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug in a checker never makes a case green."""
-
-    def broken(_case: Case) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(checkers, "CHECKS", (broken,))
-    assert overall(checkers.check(case())) is Verdict.UNKNOWN
-
-
-def test_no_finding_at_all_is_unknown() -> None:
-    """Not having looked is not a pass."""
-    assert overall([]) is Verdict.UNKNOWN
-
-
-def test_retention_may_drop_acknowledged_steps() -> None:
-    """What the retention in the newest record cannot keep is not lost."""
-    looked = case(evidence=with_root(listed=((4, T1), (6, T2)), keep_last=2))
-    assert "acknowledged_kept" not in not_green(looked)
-
-
-def zombie_case(*after: Entry, newest: str = T2) -> Case:
-    history = told(
-        (0.0, "harness", "launched", {"launch": 1}),
-        (1.0, "agent 0", "claimed", {"timeline": T1}),
-        (4.0, "agent 0", "begun", {"step": 4, "timeline": T1}),
-        (4.4, "harness", "node_replaced", {"node": "0", "by": "0.1"}),
-        (5.0, "harness", "launched", {"launch": 2}),
-        (6.0, "agent 0.1", "claimed", {"timeline": T2}),
-        (8.0, "harness", "fault", {"do": "continue", "target": "coordinator", "fired": True}),
-        *after,
-    )
-    scenario = replace(SCENARIO, expect=Expectation(fenced=True))
-    return case(history, scenario=scenario, evidence=with_root(newest=f"log/{newest}.000000000006.json"))
-
-
-FENCED: Entry = (8.5, "agent 0", "fenced", {"timeline": T1})
-
-
-def test_a_zombie_must_be_fenced_and_acknowledge_nothing() -> None:
-    """Fenced and silent is green; silent alone, or an acknowledgement, or a newest record of its own, is red."""
-    assert "expected_fencing" not in not_green(zombie_case(FENCED))
-    assert "never said that it is fenced" in not_green(zombie_case())["expected_fencing"][1]
-    acknowledged: Entry = (8.4, "agent 0", "acknowledged", {"step": 4, "timeline": T1})
-    assert "acknowledged step 4 after" in not_green(zombie_case(acknowledged, FENCED))["expected_fencing"][1]
-    assert "is the zombie's" in not_green(zombie_case(FENCED, newest=T1))["expected_fencing"][1]
-
-
-def test_a_coordinator_that_is_cut_off_may_finish_until_another_one_leads() -> None:
-    """What it had decided it may say; not after the newer claim."""
-
-    def found(acknowledged_at: float) -> dict[str, tuple[Verdict, str]]:
-        history = told(
-            (0.0, "harness", "launched", {"launch": 1}),
-            (1.0, "agent 0", "claimed", {"timeline": T1}),
-            (4.3, "harness", "fault", {"do": "network", "target": "partition between coordinator and the other nodes"}),
-            (4.4, "harness", "node_replaced", {"node": "0", "by": "0.1", "cut_off": True}),
-            (6.0, "agent 0.1", "claimed", {"timeline": T2}),
-            (acknowledged_at, "agent 0", "acknowledged", {"step": 4, "timeline": T1}),
-            FENCED,
-        )
-        return not_green(case(history, scenario=replace(SCENARIO, expect=Expectation(fenced=True))))
-
-    assert "expected_fencing" not in found(4.5)
-    assert "acknowledged step 4 after" in found(6.1)["expected_fencing"][1]
-
-
-def test_an_account_of_a_new_beginning_says_step_0() -> None:
-    """A job that restored nothing lost all it had trained."""
-    history = told(*without("restored"))
-    account: Account = case(history).accounts[0]
-    assert (account.restored_step, account.restored_from, account.lost_steps) == (0, None, 5)

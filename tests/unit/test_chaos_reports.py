@@ -21,9 +21,9 @@ from ckptd.chaos.judging import judge
 from ckptd.chaos.progress import Progress
 from ckptd.chaos.record import Record
 from ckptd.chaos.report import Report, render
-from ckptd.chaos.reports.drawing import draw_timeline
+from ckptd.chaos.reports.drawing import draw_legend, draw_timeline
 from ckptd.chaos.reports.junit import junit
-from ckptd.chaos.reports.lanes import Lane
+from ckptd.chaos.reports.lanes import Lane, Mark, Timeline
 from ckptd.chaos.reports.markup import Markup, join, tag
 from ckptd.chaos.reports.page import FILES, page
 from ckptd.chaos.reports.scale import Scale
@@ -264,6 +264,16 @@ def test_the_moment_from_which_the_run_is_not_equal_is_marked() -> None:
         assert drawn.diverged is not None
         assert round(drawn.diverged.t, 3) == t
         assert Elements(draw_timeline(drawn)).texts("g", "diverged") == [f"{drawn.diverged.title}\u2260"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("committed", "durable"), ("missed", "fault that did not fire"), ("restore_go", "other event: point at it")],
+)
+def test_whatever_stands_on_a_timeline_is_in_its_legend(kind: str, text: str) -> None:
+    lane = Lane(name="agent 0", group="agent", marks=(Mark(kind=kind, t=0.5, title="something"),))
+    legend = draw_legend(Timeline(seconds=1.0, lanes=(lane,), faults=()))
+    assert re.findall(r"</i>([^<]+)</li>", legend) == [text]
 
 
 def test_a_squeezed_axis_keeps_the_order_and_says_what_it_left_out() -> None:

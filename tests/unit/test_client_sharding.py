@@ -47,7 +47,7 @@ def held(pieces: Pieces, whole: torch.Tensor, counts: torch.Tensor) -> None:
         counts[index] += 1
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(layouts())
 def test_s076_boxes_of_all_ranks_tile_the_tensor_for_any_mesh_and_placements(
     layout: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],

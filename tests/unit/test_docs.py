@@ -213,7 +213,7 @@ _EVENT_CALLS = {"emit", "_emit", "log", "_line"}
 def emitted() -> dict[str, set[str]]:
     """Return every kind of event that the code emits, with the fields it gives."""
     found: dict[str, set[str]] = {}
-    for folder in ("daemon/ckptd/daemon", "client/ckptd/client"):
+    for folder in ("daemon/ckptd/daemon", "client/ckptd/client", "protos/ckptd/protos"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if (

@@ -13,6 +13,7 @@ from fixtures.raw_rank import options
 from ckptd.daemon import restore_plan
 from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import CorruptError
+from ckptd.daemon.restore_attempt import Attempt
 from ckptd.daemon.restores import NodeRestore
 from ckptd.daemon.session import Session
 from ckptd.daemon.telemetry import EventLog
@@ -194,7 +195,7 @@ def test_ranks_ask_another_coordinator_process_again() -> None:
 def test_an_offer_that_comes_again_answers_a_rank_that_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rank's connection broke, not its agent: the step is loaded already, and nothing else would answer."""
     monkeypatch.setattr(
-        NodeRestore, "_stored_parts", lambda _self, attempt, stored, rank, _detail: [attempt.number, stored, rank]
+        Attempt, "stored_parts", lambda self, _held, stored, rank, _ranks, _detail: [self.number, stored, rank]
     )
 
     async def play() -> list[Any]:

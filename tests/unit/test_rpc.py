@@ -269,3 +269,32 @@ def test_a_handshake_over_a_slow_line_is_waited_for(tmp_path: Path) -> None:
             ledger.close()
 
     assert asyncio.run(play()) == "far away"
+
+
+def test_a_peer_that_is_stopped_is_noticed_though_its_kernel_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP, or a host that hangs: TCP acknowledges for it, only pings tell. All times of a ping scaled to a twentieth.
+
+    Unless both of gRPC's limits are set, the longer one, a minute, would hold the connection beyond the deadline.
+    """
+    scaled = [
+        (name, value // 20 if "keepalive_t" in name or "ping_timeout" in name else value)
+        for name, value in rpc._OPTIONS
+    ]
+    monkeypatch.setattr(rpc, "_OPTIONS", scaled)
+
+    async def play() -> bytes:
+        server = rpc.new_server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(
+                b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+            )  # and an empty SETTINGS
+            return await asyncio.wait_for(reader.read(), DEADLINE_S)  # until the end of the connection
+        finally:
+            writer.close()
+            await server.stop(None)
+
+    said = asyncio.run(play())
+    assert bytes([0, 0, 8, 6, 0]) in said, "it was never pinged"

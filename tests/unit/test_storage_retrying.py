@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
     from ckptd.storage_backends.base import ObjectStore
 
-POLICY = RetryPolicy(attempts=5, first_pause=timedelta(milliseconds=100), longest_pause=timedelta(milliseconds=800))
+ATTEMPTS = 5
+POLICY = RetryPolicy(
+    attempts=ATTEMPTS, first_pause=timedelta(milliseconds=100), longest_pause=timedelta(milliseconds=800)
+)
 
 
 class Rig:
@@ -83,7 +86,7 @@ def test_pauses_grow_within_their_bounds() -> None:
         rig = Rig(Fault(kind=FaultKind.ERROR, times=None))
         with pytest.raises(Unavailable):
             rig.store.get("key")
-        assert len(rig.pauses) == POLICY.attempts - 1
+        assert len(rig.pauses) == ATTEMPTS - 1
         for number, pause in enumerate(rig.pauses):
             assert 0.05 <= pause <= min(0.1 * 2**number, 0.8) + 1e-9
         longest.append(rig.pauses)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,9 +16,8 @@ from pathlib import Path
 
 from ckptd.chaos.cluster.forked import ForkServer
 from ckptd.chaos.cluster.launcher import Rendezvous, Torchrun
-from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.cluster.store import Store, open_store
-from ckptd.chaos.judging import nondeterminism
+from ckptd.chaos.leading import Lead
 from ckptd.chaos.matrix.running import AGENT_MODULES
 from ckptd.chaos.record import Record
 from ckptd.chaos.report import Report, exit_code
@@ -27,14 +25,12 @@ from ckptd.chaos.reports.summary import overall_verdict, write_summary
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.trial import (
     Stage,
-    TrialError,
     begin_record,
     conclude,
     hurt,
     planned,
     require_here,
     undisturbed_runs,
-    with_problem,
 )
 from ckptd.chaos.verdict import Verdict
 
@@ -101,30 +97,26 @@ def run_series(
     """
     for scenario in scenarios:
         planned(stage, scenario, store=store, seed=seed)
-    begun = time.monotonic()
+    lead = Lead(begin_record(stage, _UNDISTURBED, store=store, seed=seed))
     reports: list[Report] = []
-    before = begin_record(stage, _UNDISTURBED, store=store, seed=seed)
     alone = stage
     with ExitStack() as stack:
-        try:
+        is_sound = False
+        with lead:
             stage = _sharing(stage, stack)
             opened = stack.enter_context(open_store(store, stage.out / "store"))
-            pair = undisturbed_runs(stage, opened, store, cache_folder, twice=twice)
-            before = replace(before, undisturbed=pair.first, repeat=pair.repeat)
-        except (TrialError, ProcessError, RuntimeError, TimeoutError, OSError) as error:
-            before = with_problem(before, error)
-        if before.problem or nondeterminism(before):
-            before = replace(before, seconds=round(time.monotonic() - begun, 3))
-            reports.append(conclude(replace(stage, out=stage.out / _UNDISTURBED.name), before))
+            is_sound = lead.can_be_judged(undisturbed_runs(stage, opened, store, cache_folder, twice=twice))
+        if not is_sound:
+            reports.append(conclude(replace(stage, out=stage.out / _UNDISTURBED.name), lead.record))
             tell(reports[-1])
         else:
             for scenario in scenarios:
                 # Networks of their own, and what sits in processes, are given at the start of a process.
                 is_shared = all(fault.network is None and fault.local is None for fault in scenario.faults)
-                reports.append(_trial(stage if is_shared else alone, scenario, opened, before))
+                reports.append(_trial(stage if is_shared else alone, scenario, opened, lead.record))
                 tell(reports[-1])
     page = write_summary(reports, stage.out)
-    return Series(reports=tuple(reports), page=page, seconds=round(time.monotonic() - begun, 3))
+    return Series(reports=tuple(reports), page=page, seconds=lead.seconds)
 
 
 def _sharing(stage: Stage, stack: ExitStack) -> Stage:
@@ -148,17 +140,14 @@ def _trial(stage: Stage, scenario: Scenario, store: Store, before: Record) -> Re
     """Run one scenario, again where its fault missed its window; the evidence of the last try stays."""
     mine = replace(stage, out=stage.out / scenario.name)
     for attempt in range(1, _TRIES + 1):
-        begun = time.monotonic()
         record = begin_record(mine, scenario, store=before.store, seed=before.seed)
-        record = replace(record, undisturbed=before.undisturbed, repeat=before.repeat)
+        lead = Lead(replace(record, undisturbed=before.undisturbed, repeat=before.repeat))
         faults = planned(mine, scenario, store=before.store, seed=before.seed)
         root = scenario.name if attempt == 1 else f"{scenario.name}-{attempt}"
-        try:
+        with lead:
             require_here(mine, faults, store=before.store)
-            record = hurt(mine, scenario, store, record, faults, root_name=root)
-        except (TrialError, RuntimeError, TimeoutError, OSError) as error:
-            record = with_problem(record, error)
-        report = conclude(mine, replace(record, seconds=round(time.monotonic() - begun, 3)))
+            lead.record = hurt(mine, scenario, store, lead.record, faults, root_name=root)
+        report = conclude(mine, lead.record)
         red = {finding.check for finding in report.findings if finding.verdict is not Verdict.PASS}
         if report.unfit or attempt == _TRIES or red != {"faults_fired"}:
             break

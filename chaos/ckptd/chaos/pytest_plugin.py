@@ -10,8 +10,10 @@ fixture is used, and a test that does not use it pays for one small module.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -21,8 +23,16 @@ if TYPE_CHECKING:
 _OPTION = "--ckptd-chaos-out"
 
 
-class Prove(Protocol):
-    """What the fixture `ckptd_chaos` is."""
+class Prove:
+    """What the fixture `ckptd_chaos` is.
+
+    Args:
+        out: Gets a folder of evidence for each call.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._count = 0
 
     def __call__(
         self,
@@ -54,7 +64,36 @@ class Prove(Protocol):
         Returns:
             The reports of a pass, for a test that wants to look closer.
         """
-        ...
+        import secrets  # noqa: PLC0415 - see above: nothing is imported for those who do not use it
+
+        from ckptd.chaos.preset_run import run_series  # noqa: PLC0415 - same
+        from ckptd.chaos.request import read_request  # noqa: PLC0415 - same
+
+        self._count += 1
+        out = self._out / f"chaos-{self._count}"
+        with _usage_errors(out):
+            asked = read_request(
+                str(script),
+                list(arguments),
+                preset=preset,
+                only=only,
+                nnodes=nnodes,
+                nproc=nproc,
+                store=store,
+                timeout=timeout,
+            )
+            out.mkdir(parents=True)
+            series = run_series(
+                asked.stage(out, lambda _run, _event: None),
+                asked.scenarios,
+                store=asked.store,
+                seed=secrets.randbelow(1 << 31) if seed is None else seed,
+                cache_folder=None,
+                twice=not once,
+            )
+        if series.exit_code:
+            pytest.fail(_told(series), pytrace=False)
+        return series
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,79 +111,22 @@ def ckptd_chaos(request: pytest.FixtureRequest, tmp_path: Path) -> Prove:
     """Hurt a training script as a preset says, and fail unless it comes back bit for bit."""
     kept = request.config.getoption(_OPTION)
     folder = tmp_path if kept is None else Path(str(kept)).resolve() / _folder_of(request.node.nodeid)
-    count = 0
-
-    def prove(
-        script: str | Path,
-        *arguments: str,
-        nproc: int | None = None,
-        nnodes: int | None = None,
-        preset: str = "ci",
-        only: tuple[str, ...] = (),
-        store: str | None = None,
-        seed: int | None = None,
-        timeout: float | None = None,
-        once: bool = False,
-    ) -> Series:
-        nonlocal count
-        count += 1
-        series = _run(
-            [str(script), *arguments],
-            folder / f"chaos-{count}",
-            nproc=nproc,
-            nnodes=nnodes,
-            preset=preset,
-            only=only,
-            store=store,
-            seed=seed,
-            timeout=timeout,
-            once=once,
-        )
-        if series.exit_code:
-            pytest.fail(_told(series), pytrace=False)
-        return series
-
-    return prove
+    return Prove(folder)
 
 
 def _folder_of(nodeid: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in nodeid)
 
 
-def _run(
-    words: list[str],
-    out: Path,
-    *,
-    nproc: int | None,
-    nnodes: int | None,
-    preset: str,
-    only: tuple[str, ...],
-    store: str | None,
-    seed: int | None,
-    timeout: float | None,
-    once: bool,
-) -> Series:
-    import secrets  # noqa: PLC0415 - see above: nothing is imported for those who do not use it
-
-    from ckptd.chaos.command import CommandError  # noqa: PLC0415 - same
-    from ckptd.chaos.preset_run import run_series  # noqa: PLC0415 - same
-    from ckptd.chaos.request import read_request  # noqa: PLC0415 - same
+@contextmanager
+def _usage_errors(out: Path) -> Iterator[None]:
+    """Say what is wrong with a call as pytest says it of its own options."""
+    from ckptd.chaos.command import CommandError  # noqa: PLC0415 - see above
     from ckptd.chaos.scenario_reader import ScenarioError  # noqa: PLC0415 - same
     from ckptd.chaos.schedule import ScheduleError  # noqa: PLC0415 - same
 
     try:
-        asked = read_request(
-            words[0], words[1:], preset=preset, only=only, nnodes=nnodes, nproc=nproc, store=store, timeout=timeout
-        )
-        out.mkdir(parents=True)
-        return run_series(
-            asked.stage(out, lambda _run, _event: None),
-            asked.scenarios,
-            store=asked.store,
-            seed=secrets.randbelow(1 << 31) if seed is None else seed,
-            cache_folder=None,
-            twice=not once,
-        )
+        yield
     except (CommandError, ScenarioError, ScheduleError) as error:
         raise pytest.UsageError(f"ckptd_chaos: {error}") from None
     except FileExistsError:

@@ -1,8 +1,8 @@
 """A trial: the script undisturbed, then hurt, and the verdict.
 
-Owns: the order of things and the folders of a trial. Does not own: how a run is led (`conductor`) nor what is right
-(`judging`), nor whether the script can be judged at all (`fitness`). `perform` is also what a program of its own uses to
-lead single runs (see examples/demo.py), and several trials share what is undisturbed (`presets`).
+Owns: the order of things and the folders of a trial. Does not own: how a run is led (`conductor`), what becomes of a trial that
+cannot be (`leading`), what is right (`judging`), nor whether the script can be judged at all (`fitness`). `perform` is also what
+a program of its own uses to lead single runs (see examples/demo.py), and several trials share what is undisturbed (`presets`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ckptd.chaos.evidence import (
     surroundings_of,
 )
 from ckptd.chaos.history import Event
-from ckptd.chaos.judging import judge, nondeterminism
+from ckptd.chaos.judging import judge
+from ckptd.chaos.leading import Lead, TrialError, Undisturbed
 from ckptd.chaos.network.way import NotRunError, choose_way, open_network
 from ckptd.chaos.record import Record, save_record, versions
 from ckptd.chaos.report import Report
@@ -81,31 +82,6 @@ class Stage:
     network: str = "auto"
     environment: Mapping[str, str] = field(default_factory=dict)
     preset: str = ""
-
-
-class TrialError(Exception):
-    """A run could not be led at all, so that nothing can be said.
-
-    Attributes:
-        unfit: Why the script cannot be judged, where it is the script that is in the way; else None.
-    """
-
-    def __init__(self, text: str, unfit: fitness.Unfit | None = None) -> None:
-        super().__init__(text)
-        self.unfit = unfit
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Undisturbed:
-    """What the script leaves when nobody hurts it.
-
-    Attributes:
-        first: Of one run.
-        repeat: Of a second one; None where it was run once.
-    """
-
-    first: Evidence
-    repeat: Evidence | None = None
 
 
 def perform(
@@ -212,18 +188,13 @@ def run_trial(
         OSError: Evidence or report cannot be written.
     """
     faults = planned(stage, scenario, store=store, seed=seed)
-    begun = time.monotonic()
-    record = begin_record(stage, scenario, store=store, seed=seed)
-    try:
+    lead = Lead(begin_record(stage, scenario, store=store, seed=seed))
+    with lead:
         require_here(stage, faults, store=store)
         with open_store(store, stage.out / "store") as opened:
-            before = undisturbed_runs(stage, opened, store, cache_folder, twice=twice)
-            record = replace(record, undisturbed=before.first, repeat=before.repeat)
-            if not nondeterminism(record):
-                record = hurt(stage, scenario, opened, record, faults)
-    except (TrialError, RuntimeError, TimeoutError, OSError) as error:
-        record = with_problem(record, error)
-    return conclude(stage, replace(record, seconds=round(time.monotonic() - begun, 3)))
+            if lead.can_be_judged(undisturbed_runs(stage, opened, store, cache_folder, twice=twice)):
+                lead.record = hurt(stage, scenario, opened, lead.record, faults)
+    return conclude(stage, lead.record)
 
 
 def planned(stage: Stage, scenario: Scenario, *, store: str, seed: int) -> tuple[PlannedFault, ...]:
@@ -294,12 +265,6 @@ def hurt(
         saves_are_steps=record.undisturbed is not None and not record.undisturbed.losses,
     )
     return replace(record, performance=performance, hurt=evidence)
-
-
-def with_problem(record: Record, error: Exception) -> Record:
-    """Return the record of a trial that an error ended."""
-    unfit = error.unfit if isinstance(error, TrialError) else None
-    return replace(record, problem=str(error) or repr(error), unfit="" if unfit is None else str(unfit.reason))
 
 
 def conclude(stage: Stage, record: Record) -> Report:

@@ -1,14 +1,13 @@
 """The Checkpointer: the only object a training script holds.
 
-Owns: checking arguments, and the life of everything below it. Does not own: any of the work. Invariant: after `close`
-nothing of it is left in this process but what the script was given.
+Owns: the life of everything below it. Does not own: any of the work, nor what an argument may be (`arguments`). Invariant:
+after `close` nothing of it is left in this process but what the script was given.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -18,8 +17,9 @@ from typing import Any, Literal, Self, Unpack
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from ckptd.protos import error_pb2, failpoints
+from ckptd.protos import failpoints
 
+from .arguments import checked_drop, checked_number, checked_step, checked_tags, checked_timeout
 from .audit import Audit, Auditor
 from .config import Config, Settings, resolve
 from .copying import Copier
@@ -35,13 +35,9 @@ from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver
 from .selecting import Choice, choice
-from .state import check_text
 from .tracking import Trackable, Tracking
 
 log = logging.getLogger("ckptd.client")
-
-STEP_LIMIT = 10**12
-"""Steps are below this number."""
 
 
 class Checkpointer:
@@ -216,13 +212,13 @@ class Checkpointer:
             Fenced: a newer run has taken over.
             CkptdError: of the last failure, when max_failed_saves saves in a row have failed.
         """
-        number = _checked_step(step)
-        values = {str(name): _checked_number(str(name), value) for name, value in (metrics or {}).items()}
+        number = checked_step(step)
+        values = {str(name): checked_number(str(name), value) for name, value in (metrics or {}).items()}
         with self._alone("save"):
             self._ledger.report()
             self._ledger.check_failures(self._config.max_failed_saves)
             return self._saver.save(
-                number, state, metrics=values, tags=_checked_tags(tags or {}), timeout_s=_checked_timeout(timeout)
+                number, state, metrics=values, tags=checked_tags(tags or {}), timeout_s=checked_timeout(timeout)
             )
 
     def restore(
@@ -312,15 +308,15 @@ class Checkpointer:
     ) -> Restored | None:
         if on_corrupt not in ("fallback", "raise"):
             raise InvalidRequest(f"on_corrupt={on_corrupt!r}", hint='use "fallback" or "raise"')
-        limit = _checked_timeout(timeout)
+        limit = checked_timeout(timeout)
         question = Question(
-            step=None if step is None else _checked_step(step),
+            step=None if step is None else checked_step(step),
             required=required,
             on_corrupt=on_corrupt,
             strict=strict,
             rollback=rollback,
             chosen=chosen,
-            drop=_checked_drop(drop),
+            drop=checked_drop(drop),
             timeout_s=self._config.restore_timeout_s if limit is None else min(limit, self._config.restore_timeout_s),
         )
         with self._alone("restore"):
@@ -339,7 +335,9 @@ class Checkpointer:
         Args:
             timeout: Seconds; default: commit_timeout_s.
         """
-        limit = _checked_timeout(timeout)
+        limit = checked_timeout(timeout)
+        if self not in _open:
+            return  # the call before has waited, and said what was not durable by then
         left = (
             []
             if self._link.is_parents
@@ -393,49 +391,6 @@ def _read_failpoints() -> None:
         failpoints.configure_from_environment(again=False)
     except failpoints.FailpointSyntaxError as wrong:
         raise InvalidRequest(str(wrong), hint="unset it outside of fault tests") from wrong
-
-
-def _checked_step(step: int) -> int:
-    try:
-        number = -1 if isinstance(step, bool) else operator.index(step)
-    except TypeError:
-        number = -1
-    if not 0 <= number < STEP_LIMIT:
-        raise InvalidRequest(
-            f"step {step!r} is no whole number from 0 to {STEP_LIMIT - 1}", reason=error_pb2.REASON_INVALID_STEP
-        )
-    return number
-
-
-def _checked_drop(drop: Sequence[str]) -> tuple[str, ...]:
-    if isinstance(drop, str) or not all(isinstance(name, str) for name in drop):
-        raise InvalidRequest(f"drop={drop!r} is no sequence of names", hint='e.g. drop=("loader",)')
-    return tuple(drop)
-
-
-def _checked_number(name: str, value: float) -> float:
-    check_text(name)
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise InvalidRequest(f"metrics[{name!r}] is no number that a float can hold", key=name) from None
-
-
-def _checked_tags(tags: Mapping[str, str]) -> dict[str, str]:
-    for name, text in tags.items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise InvalidRequest(f"tags[{name!r}] = {text!r} is no text", key=str(name))
-        check_text(name)
-        check_text(text)
-    return dict(tags)
-
-
-def _checked_timeout(timeout: float | None) -> float | None:
-    if timeout is None:
-        return None
-    if not timeout >= 0:
-        raise InvalidRequest(f"timeout={timeout!r} is no number of seconds")
-    return float(timeout)
 
 
 _open: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -19,8 +19,8 @@ import torch
 from ckptd.protos import error_pb2
 
 from . import rng
+from .arguments import STEP_LIMIT
 from .audit import Auditor
-from .checkpointer import STEP_LIMIT
 from .config import Config
 from .copying import Copier
 from .errors import CkptdError, InvalidRequest

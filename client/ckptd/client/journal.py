@@ -1,59 +1,13 @@
 """The client's event log: one JSON line for every boundary a snapshot crosses on this rank.
 
-Owns: writing the lines. Does not own: what is worth saying. A line is one write to a file opened for appending, so
-that lines of several ranks never mix.
+Owns: its name. Does not own: what is worth saying, nor how a line is written (`event_lines`): lines of several ranks in one file
+never mix, and a full disk does not end the training.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-import time
-from collections.abc import Mapping
-from pathlib import Path
+from ckptd.protos.event_lines import EventLines
 
 
-class Journal:
-    """Appends events to a file, or drops them where no path is given. Thread-safe."""
-
-    def __init__(self, path: Path | None, **constant: object) -> None:
-        self._constant = constant
-        self._handle = -1
-        self._lock = threading.Lock()
-        self._lost = 0
-        self._torn = False
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    @property
-    def is_on(self) -> bool:
-        """Whether events are written at all."""
-        return self._handle >= 0
-
-    def emit(self, kind: str, **fields: object) -> None:
-        """Write one event; bytes are ints, durations `seconds`."""
-        if self._handle < 0:
-            return
-        with self._lock:
-            data = self._line("events_lost", {"lines": self._lost}) if self._lost else b""
-            data += self._line(kind, fields)
-            try:
-                # A line that the end of the disk cut off is ended first.
-                data = b"\n" + data if self._torn else data
-                whole = os.write(self._handle, data) == len(data)
-            except OSError:
-                self._lost += 1
-                return
-            self._torn, self._lost = not whole, 0 if whole else self._lost + 1
-
-    def _line(self, kind: str, fields: Mapping[str, object]) -> bytes:
-        line = {"t": round(time.time(), 6), "kind": kind, **self._constant, **fields}
-        return (json.dumps(line, separators=(",", ":"), default=str) + "\n").encode()
-
-    def close(self) -> None:
-        """Close the file; later events are dropped."""
-        if self._handle >= 0:
-            os.close(self._handle)
-            self._handle = -1
+class Journal(EventLines):
+    """The events of one rank. Thread-safe."""

@@ -2,13 +2,7 @@
 
 Owns: reading `optimizer.state` and `param_groups`, making state that a fresh optimizer does not have yet. Does not
 own: parameter names (`modules` finds them). Invariant: no method of the optimizer runs, so no hook fires and no state
-appears that was not saved.
-
-A tensor that stands directly under a parameter's state is a shard and nothing more: its name says where it belongs.
-Everything else is in the object `<name>`: {"param_groups": hyperparameters with parameter names, "state": {parameter: {key:
-value}} for what is no tensor, "empty": {parameter: {key: dtype}} for shards without elements here, which have no row
-((dtype, global shape) where that is not the parameter's), "host": keys whose tensors stay on the host beside a parameter
-on a device, "local": keys that hold plain local tensors beside a DTensor}.
+appears that was not saved. How state is stored: see `optimizer_state`.
 """
 
 from __future__ import annotations
@@ -16,57 +10,26 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, empty
 from torch.optim import Optimizer
 
 from ckptd.protos import error_pb2
-from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, Value
+from ckptd.protos.snapshot_pb2 import SCOPE_PER_RANK, Value
 
 from . import optimizer_merge
 from .copying import writing
 from .errors import InvalidRequest
 from .modules import ParameterName
-from .sharding import Pieces, is_tensor_leaf, pieces_of
-from .state import FROZEN, TRAINED, Collector, Segment
+from .optimizer_state import HeldState, Names, Seen, check_empty, device_of, empty_shard, looks_alike, placed
+from .sharding import is_tensor_leaf, pieces_of
+from .state import FROZEN, TRAINED, Collector
 from .stored import Stored
 from .targets import Targets
 from .tree import component, split, text_key
-from .unchanged import Look, have_memory, is_plain, looks_of, same_looks
+from .unchanged import have_memory, is_plain, looks_of, same_looks
 from .values import encode
-
-Names = Mapping[int, ParameterName]
-"""id of a parameter → where it was found."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class _Seen:
-    """How parameters and their state looked when they were last taken apart, and what that gave.
-
-    Attributes:
-        names: What the parameters were called; the same object as long as no module changed.
-        parameters: Group: identities of its parameters.
-        looks: Parameter that is in no module: its own.
-        trained: Parameter that is in no module: whether it requires a gradient.
-        keys: Parameter: keys of its state; None where it has none.
-        state_looks: Of all state tensors in order.
-        group_names: Group: names of its parameters.
-        held: See `_Held.as_value`.
-        segment: What was collected.
-    """
-
-    names: Names
-    parameters: list[list[int]]
-    looks: list[Look]
-    trained: list[bool]
-    keys: list[tuple[object, ...] | None]
-    state_looks: list[Look]
-    group_names: list[list[str]]
-    held: dict[str, object]
-    segment: Segment
 
 
 class TrackedOptimizer:
@@ -77,7 +40,7 @@ class TrackedOptimizer:
         self._optimizer = optimizer
         self._per_rank = per_rank
         self._group_names: dict[tuple[str, ...], Value] = {}
-        self._seen: _Seen | None = None
+        self._seen: Seen | None = None
 
     def _parameters(self, names: Names) -> Iterator[tuple[int, torch.Tensor, str, int]]:
         """Yield group number, parameter, its name and the scope of its state."""
@@ -129,7 +92,7 @@ class TrackedOptimizer:
         whole = {"param_groups": hyperparameters, **seen.held}
         collector.object(self.name, encode(whole, self.name, is_tensor=is_tensor_leaf, tensor=sink))
 
-    def _repeat(self, collector: Collector, seen: _Seen, names: Names) -> bool:
+    def _repeat(self, collector: Collector, seen: Seen, names: Names) -> bool:
         """Collect as in the save before, where parameters and state look as they did."""
         groups = [group["params"] for group in self._optimizer.param_groups]
         if names is not seen.names or [list(map(id, group)) for group in groups] != seen.parameters:
@@ -158,9 +121,9 @@ class TrackedOptimizer:
             and collector.repeat(seen.segment, views)
         )
 
-    def _take_apart(self, collector: Collector, names: Names) -> _Seen:
+    def _take_apart(self, collector: Collector, names: Names) -> Seen:
         """Collect the state tensors; remembered where all are plain and stand directly under their parameter."""
-        found, mark = _Held(), collector.mark()
+        found, mark = HeldState(), collector.mark()
         parameters: list[torch.Tensor] = []
         values: list[Any] = []
         keys: list[tuple[object, ...] | None] = []
@@ -190,7 +153,7 @@ class TrackedOptimizer:
             )
         plain = not found.state and all(map(is_plain, values)) and all(map(is_plain, parameters))
         unnamed = [parameter for parameter in parameters if id(parameter) not in names]
-        made = _Seen(
+        made = Seen(
             names=names,
             parameters=[list(map(id, group["params"])) for group in self._optimizer.param_groups],
             looks=looks_of(unnamed) if plain else [],
@@ -230,7 +193,7 @@ class TrackedOptimizer:
             if is_tensor_leaf(live) and targets.fits(name, live, scope=scope):
                 targets.fill(name, live, scope=scope)
             else:
-                targets.fresh(name, like=parameter, device=_device(stored, name, parameter))
+                targets.fresh(name, like=parameter, device=device_of(stored, name, parameter))
         for name in stored.names_below(f"{self.name}/param_groups"):
             targets.fresh(name)
         for name in stored.as_collected(name for name, _ in stored.own_below(prefix)):
@@ -265,7 +228,7 @@ class TrackedOptimizer:
         for number, parameter, name, _ in self._parameters(names):
             here[number].add(name)
             for key, look in value["empty"].get(name, {}).items():
-                self._check_empty(parameter, self._state_name(name, key), key, look)
+                check_empty(self._live(parameter, key), parameter, self._state_name(name, key), look)
         there = [set(group["params"]) for group in stored]
         if here == there:
             return
@@ -281,27 +244,8 @@ class TrackedOptimizer:
             phase="restore",
         )
 
-    def _empty(self, parameter: torch.Tensor, key: str, look: Any) -> object:
-        """Return a shard without elements here: the one that stands there, or one made like the parameter."""
-        dtype, shape = look if isinstance(look, tuple) else (look, parameter.shape)
-        live = self._optimizer.state.get(parameter, {}).get(key)
-        if is_tensor_leaf(live):
-            pieces = pieces_of(live, key)
-            if not pieces.boxes and (pieces.dtype, pieces.global_shape) == (dtype, tuple(shape)):
-                return live
-        if shape == parameter.shape or not isinstance(parameter, DTensor):
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return empty(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
-
-    def _check_empty(self, parameter: torch.Tensor, name: str, key: str, look: Any) -> None:
-        if pieces_of(self._empty(parameter, key, look), name).boxes:
-            raise InvalidRequest(
-                f"{name}: stored is a shard without elements on this rank, and nothing here says how to hold it",
-                reason=error_pb2.REASON_LAYOUT_MISMATCH,
-                hint="make the optimizer's state before the restore",
-                key=name,
-                phase="restore",
-            )
+    def _live(self, parameter: torch.Tensor, key: str) -> object:
+        return self._optimizer.state.get(parameter, {}).get(key)
 
     def load(self, value: Any, tensors: Mapping[str, object], names: Names) -> None:
         """Put state and hyperparameters in place; state that was not saved goes away.
@@ -321,9 +265,9 @@ class TrackedOptimizer:
             held = direct.get(name, {})
             with torch.no_grad():
                 for key, look in value["empty"].get(name, {}).items():
-                    held.setdefault(key, self._empty(parameter, key, look))
+                    held.setdefault(key, empty_shard(self._live(parameter, key), parameter, key, look))
             state: dict[Any, Any] = {
-                key: _placed(tensor, parameter, on_host=key in host, is_local=key in local)
+                key: placed(tensor, parameter, on_host=key in host, is_local=key in local)
                 for key, tensor in held.items()
             }
             state.update(value["state"].get(name, {}))
@@ -338,51 +282,13 @@ class TrackedOptimizer:
                 if key == "params":
                     continue
                 live = group.get(key)
-                if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor) and _looks_alike(live, found):
+                if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor) and looks_alike(live, found):
                     with writing(live):
                         live.copy_(found)
                 elif isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor):
                     group[key] = found.to(live.device)
                 else:
                     group[key] = found
-
-
-@dataclass(slots=True)
-class _Held:
-    """What names and shards do not say of an optimizer's state; see the module."""
-
-    state: dict[str, dict[Any, Value]] = field(default_factory=dict)
-    empty: dict[str, dict[str, torch.dtype | tuple[torch.dtype, torch.Size]]] = field(default_factory=dict)
-    host: set[str] = field(default_factory=set)
-    local: set[str] = field(default_factory=set)
-
-    def add(  # noqa: PLR0917 - one state tensor with everything around it
-        self, name: str, key: str, pieces: Pieces, value: object, parameter: torch.Tensor, scope: int
-    ) -> tuple[Pieces, int]:
-        """Take note of a state tensor and return how it is stored."""
-        if pieces.local.device.type == "cpu" and parameter.device.type != "cpu":
-            self.host.add(key)
-        if scope == SCOPE_GLOBAL and isinstance(parameter, DTensor) and type(value) is torch.Tensor and value.ndim:
-            # A plain tensor beside a sharded parameter: its shard if it has the local shape, else the rank's own.
-            of_parameter = pieces_of(parameter, name)
-            if of_parameter.local.shape != value.shape:
-                return pieces, SCOPE_PER_RANK
-            self.local.add(key)
-            pieces = Pieces(pieces.dtype, of_parameter.global_shape, of_parameter.boxes, pieces.local)
-        if not pieces.boxes:
-            is_alike = pieces.global_shape == tuple(parameter.shape)
-            look = pieces.dtype if is_alike else (pieces.dtype, torch.Size(pieces.global_shape))
-            self.empty.setdefault(name, {})[key] = look
-        return pieces, scope
-
-    def as_value(self) -> dict[str, object]:
-        """Return it as a value that can be stored."""
-        return {"state": self.state, "empty": self.empty, "host": sorted(self.host), "local": sorted(self.local)}
-
-
-def _looks_alike(live: torch.Tensor, found: torch.Tensor) -> bool:
-    # Of another dtype the copy would be a conversion.
-    return live.shape == found.shape and live.dtype == found.dtype and type(live) is type(found)
 
 
 def _groups(value: Any, name: str) -> list[dict[str, Any]]:
@@ -396,21 +302,6 @@ def _groups(value: Any, name: str) -> list[dict[str, Any]]:
         key=name,
         phase="restore",
     )
-
-
-def _device(stored: Stored, name: str, parameter: torch.Tensor) -> torch.device:
-    # Scalars are put where they belong when the object is known; on the host nothing is lost until then.
-    return torch.device("cpu") if stored.rows[name][0].global_shape == () else parameter.device
-
-
-def _placed(tensor: Any, parameter: torch.Tensor, *, on_host: bool, is_local: bool) -> Any:
-    if is_local and isinstance(tensor, DTensor):
-        with torch.no_grad():
-            tensor = tensor.to_local()
-    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
-        return tensor
-    target = torch.device("cpu") if on_host else parameter.device
-    return tensor if tensor.device == target else tensor.to(target)
 
 
 def parameter_names(found: Iterable[tuple[torch.Tensor, ParameterName]]) -> dict[int, ParameterName]:

@@ -21,7 +21,8 @@ from .errors import CkptdError, InvalidRequest
 from .generators import Generator, TrackedGenerator
 from .modules import SeenModule, TrackedModule
 from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
-from .optimizers import Names, TrackedOptimizer, parameter_names
+from .optimizer_state import Names
+from .optimizers import TrackedOptimizer, parameter_names
 from .reshard_hooks import ReshardHook, ReshardHooks
 from .resharding import Gathered, decoded, undecided
 from .selecting import EVERYTHING, Choice, ChosenTargets

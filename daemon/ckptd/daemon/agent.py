@@ -1,28 +1,25 @@
 """The agent of one node: the registry of its jobs, runs, sessions and coordinators.
 
-Owns: the node's identity, opening stores, adopting what a dead agent left, who leads, when an idle agent ends. Does not own: the
-RPCs (`agent_service`), a job's slots (`held`), a run's link (`run_link`). All state lives on one asyncio loop; blocking work
-goes to threads.
+Owns: which jobs are open, adopting what a dead agent left, who leads, when an idle agent ends. Does not own: the RPCs
+(`agent_service`), how a root is opened (`job_root`), its files (`node_files`), a job's slots (`held`), a run's
+link (`run_link`). All state lives on one asyncio loop; blocking work goes to threads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import functools
 import importlib.metadata
-import json
-import os
 import secrets
-import uuid
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from ckptd.daemon.config import AgentConfig
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob, job_digest
+from ckptd.daemon.job_root import check_root, open_root
+from ckptd.daemon.node_files import node_id, port_file, read_port
 from ckptd.daemon.orphans import free_orphans
-from ckptd.daemon.request_checks import check_attach, check_job_name, check_lead, checked_driver
+from ckptd.daemon.request_checks import check_attach, check_job_name, check_lead
 from ckptd.daemon.run_link import RunLink
 from ckptd.daemon.runner import CoordinatorRunner
 from ckptd.daemon.session import Session
@@ -31,19 +28,11 @@ from ckptd.daemon.snapshots import Snapshot
 from ckptd.daemon.supervisor import ProcessWatch
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.uploader import Uploader
-from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import AttachRequest, Event, LeadRequest
 from ckptd.protos.failpoints import failpoint
 from ckptd.protos.snapshot_pb2 import HeldSnapshot
 from ckptd.storage_backends.base import ObjectStore
-from ckptd.storage_backends.errors import StorageError
-from ckptd.storage_backends.probe import probe
-from ckptd.storage_backends.retrying import RetryPolicy
-from ckptd.storage_backends.urls import open_store, redacted
-
-PROBE_RETRY = RetryPolicy(attempts=3, deadline=dt.timedelta(seconds=20))
-"""A store that is away when a run starts should be said so soon."""
 
 
 class Agent:
@@ -54,7 +43,7 @@ class Agent:
         self.log = log
         for folder in (config.run_dir, config.data_dir, config.shm_dir):
             prepare_folder(folder)
-        self.node = _node_id(config.data_dir)
+        self.node = node_id(config.data_dir)
         self.incarnation = secrets.token_hex(8)
         self.threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="ckptd")
         self.jobs: dict[str, HeldJob] = {}
@@ -116,18 +105,18 @@ class Agent:
         """
         if job or not read_only:
             check_job_name(job)
-        self._check_root(root)
+        check_root(root, self.config.roots)
         digest = job_digest(root, job)
         async with self._opening.setdefault(digest, asyncio.Lock()):
             known = self.jobs.get(digest)
             loop = asyncio.get_running_loop()
             if known is not None:
                 if digest in self._untried and not read_only:
-                    with await loop.run_in_executor(self.threads, self._open, root, driver or "auto", False) as probed:
+                    with await loop.run_in_executor(self.threads, self._open, root, driver, False) as probed:
                         known.store.capabilities = probed.capabilities
                     self._untried.discard(digest)
                 return known
-            store = await loop.run_in_executor(self.threads, self._open, root, driver or "auto", read_only)
+            store = await loop.run_in_executor(self.threads, self._open, root, driver, read_only)
             held = HeldJob(
                 root=root,
                 job=job,
@@ -154,43 +143,8 @@ class Agent:
             return held
 
     def _open(self, root: str, driver: str, read_only: bool) -> ObjectStore:
-        name = checked_driver(driver)
-        failpoint("agent.before_open_root")
-        try:
-            store = open_store(
-                root, driver=name, retry=RetryPolicy(deadline=dt.timedelta(seconds=self.config.store_deadline_s))
-            )
-            if not read_only:
-                with open_store(root, driver=name, retry=PROBE_RETRY) as probed:
-                    probe(probed)
-                store.capabilities = probed.capabilities
-        except (StorageError, OSError) as failure:
-            error = wire_error(failure, phase="register", node=self.node)
-            if error.reason in {error_pb2.REASON_STORE_FAILED, error_pb2.REASON_INTERNAL}:
-                error.reason = error_pb2.REASON_INVALID_ROOT
-            error.hint = error.hint or "the root must be a folder or prefix that this agent may write to"
-            error.object = redacted(root)
-            raise DaemonError(error) from failure
-        return store
-
-    def _check_root(self, root: str) -> None:
-        if root.startswith("memory:"):
-            raise DaemonError.of(
-                f"root {root} ends with the agent's process",
-                reason=error_pb2.REASON_INVALID_ROOT,
-                hint="a step in it would be called durable and is not: use file:///abs/path or s3://bucket/prefix",
-                object=root,
-                phase="register",
-            )
-        allowed = self.config.roots
-        if allowed and not any(root == one or root.startswith(one.rstrip("/") + "/") for one in allowed):
-            raise DaemonError.of(
-                f"root {redacted(root)} is not among the roots this agent serves: {', '.join(allowed)}",
-                reason=error_pb2.REASON_NOT_ALLOWED,
-                hint="add it to `roots` in the agent's configuration",
-                object=redacted(root),
-                phase="register",
-            )
+        deadline_s = self.config.store_deadline_s
+        return open_root(root, driver or "auto", read_only=read_only, deadline_s=deadline_s, node=self.node)
 
     def _on_change(self, snapshot: Snapshot) -> None:
         """An upload has ended: every run of the job hears of it (a newer run may adopt it)."""
@@ -239,8 +193,8 @@ class Agent:
         """Listen where the run's coordinator listened before, if this agent was restarted: the others look for it there."""
         host = self.config.listen
         advertise = self.config.advertise or host
-        path = self._port_file(run_id)
-        before = _read_port(path)
+        path = port_file(self.config.run_dir, run_id)
+        before = read_port(path)
         for port in dict.fromkeys((before, self.config.port, 0)):
             if port is None:
                 continue
@@ -253,10 +207,6 @@ class Agent:
             break
         path.write_text(str(runner.port))
 
-    def _port_file(self, run_id: str) -> Path:
-        name = "".join(one for one in run_id if one.isalnum())[:64]
-        return self.config.run_dir / f"run-{name}.port"
-
     def _claimed(self, runner: CoordinatorRunner) -> None:
         """A newer run of a job has its claim: older coordinators of it here have nothing left to do."""
         for other in list(self.coordinators.values()):
@@ -266,7 +216,7 @@ class Agent:
 
     def _coordinator_closed(self, runner: CoordinatorRunner) -> None:
         self.coordinators.pop(runner.lead.run_id, None)
-        self._port_file(runner.lead.run_id).unlink(missing_ok=True)
+        port_file(self.config.run_dir, runner.lead.run_id).unlink(missing_ok=True)
         asyncio.get_running_loop().create_task(_stopped(runner))
 
     async def attach(self, request: AttachRequest) -> Session:
@@ -382,44 +332,3 @@ class Agent:
 
 async def _stopped(runner: CoordinatorRunner) -> None:
     await runner.stop()
-
-
-def _read_port(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _node_id(data_dir: Path) -> str:
-    """Return the uuid of the data folder, made at the first start and kept for ever."""
-    path = data_dir / "node-id"
-    try:
-        return str(uuid.UUID(path.read_text().strip()))
-    except FileNotFoundError:
-        pass
-    except ValueError:
-        raise DaemonError.of(
-            f"{path} does not hold a uuid",
-            reason=error_pb2.REASON_INVALID_ARGUMENT,
-            hint="remove the file: the node then gets a new identity",
-            object=str(path),
-        ) from None
-    fresh = path.with_name(f"node-id.{os.getpid()}")
-    made = str(uuid.uuid4())
-    fresh.write_text(made + "\n")
-    try:
-        os.link(fresh, path)
-    except FileExistsError:
-        made = str(uuid.UUID(path.read_text().strip()))
-    finally:
-        fresh.unlink()
-    return made
-
-
-def write_ready_file(agent: Agent, socket: Path) -> None:
-    """Say where the agent listens, for whoever started it: run_dir/agent.json, whole or not at all."""
-    path = agent.config.run_dir / "agent.json"
-    fresh = path.with_suffix(f".{os.getpid()}")
-    fresh.write_text(json.dumps({"pid": os.getpid(), "socket": str(socket), "node": agent.node}) + "\n")
-    fresh.replace(path)

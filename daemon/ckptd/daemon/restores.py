@@ -1,32 +1,29 @@
 """A node's part in restoring: from the chosen step to verified bytes its ranks can map.
 
-Owns: the answers to Restore and Want of this node's ranks, one attempt at a time, and the memory they read from. Does
-not own: which step (the coordinator), which bytes (`restore_plan`), bringing them (`fetcher`). All on the agent's event
-loop, heavy work in threads. Invariant: no rank gets a place to copy from before the coordinator said go, i.e. before every
-rank's bytes on every node were verified and the start record was written; slots and arena that are read stay as they are
-until every rank is done.
+Owns: the answers to Restore and Want of this node's ranks, one attempt at a time, and what the coordinator is told. Does
+not own: what an attempt reads and fetches (`restore_attempt`), which step (the coordinator), which bytes (`restore_plan`),
+bringing them (`fetcher`). All on the agent's event loop. Invariant: no rank gets a place to copy from before the coordinator
+said go, i.e. before every rank's bytes on every node were verified and the start record was written; slots and arena that are
+read stay as they are until every rank is done.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckptd.daemon import any_mesh, restore_plan
+from ckptd.daemon import any_mesh
 from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob
-from ckptd.daemon.restore_plan import NodePlan, Stored
+from ckptd.daemon.restore_attempt import Ask, Attempt, Want
+from ckptd.daemon.restore_plan import Stored
 from ckptd.daemon.session import Session, answered
-from ckptd.daemon.snapshots import Snapshot
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.wire_errors import wire_error
-from ckptd.protos import error_pb2, shard_table
+from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
@@ -40,43 +37,6 @@ T = TypeVar("T")
 HEAD_START_S = 2.0
 """A node gives up on the store so much before the coordinator's deadline (at most a fifth of the time): its error, which
 names the object, comes first."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Ask:
-    """A rank that waits for the answer to Restore."""
-
-    request: RestoreRequest
-    answer: asyncio.Future[list[StoredPart]]
-
-
-@dataclass(kw_only=True, slots=True)
-class Want:
-    """A rank that said what it wants."""
-
-    wanted: Wanted
-    answer: asyncio.Future[list[FetchedPart]]
-
-
-@dataclass(kw_only=True, slots=True)
-class Attempt:
-    """One step offered by the coordinator."""
-
-    chosen: CoordinatorMessage.RestoreChosen
-    loaded: asyncio.Future[Stored]
-    deadline: float
-    wants: dict[int, Want] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
-    done: set[int] = field(default_factory=set)
-    plan: NodePlan | None = None
-    ready: bool = False
-    fetching: bool = False
-    leases: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def number(self) -> int:
-        """The coordinator's number of the attempt."""
-        return self.chosen.attempt
 
 
 class NodeRestore:
@@ -115,7 +75,7 @@ class NodeRestore:
             stored = await self._within(asyncio.shield(attempt.loaded), timeout, session)
             if self._attempt is attempt:
                 attempt.told.add(rank)
-                return self._stored_parts(attempt, stored, rank, request.detail)
+                return attempt.stored_parts(self._held, stored, rank, sorted(self._link.ranks), request.detail)
         ask = Ask(request=request, answer=asyncio.get_running_loop().create_future())
         self._asks[rank] = ask
         self._deadlines[rank] = time.monotonic() + timeout - min(HEAD_START_S, timeout / 5)
@@ -165,7 +125,7 @@ class NodeRestore:
             message.error.CopyFrom(error)
         self._link.say(NodeMessage(restore_done=message))
         if attempt.done >= self._restoring():
-            self._release(attempt)
+            attempt.release(self._held)
             self._attempt = None
 
     def readable(self, file: str, offset: int, nbytes: int) -> memoryview:
@@ -193,7 +153,7 @@ class NodeRestore:
             if waiting is not None and not waiting.answer.done():
                 waiting.answer.set_exception(gone)
         if attempt is not None and attempt.done >= self._restoring():
-            self._release(attempt)
+            attempt.release(self._held)
             self._attempt = None
 
     # ------------------------------------------------------------ the coordinator's answers
@@ -214,10 +174,8 @@ class NodeRestore:
         self._superseded.clear()
         self._last_failure = None
         if before is not None:
-            self._release(before)
-            for want in before.wants.values():
-                if not want.answer.done():
-                    want.answer.set_result([FetchedPart(superseded=True)])
+            before.release(self._held)
+            before.supersede()
 
     def on_message(self, message: CoordinatorMessage) -> None:
         """Take RestoreChosen, RestoreGo or RestoreError."""
@@ -239,11 +197,9 @@ class NodeRestore:
                 if before.loaded.done():
                     self._answer_asks(before, before.loaded.result())
                 return
-            self._release(before)
+            before.release(self._held)
             self._superseded |= before.told - set(self._asks)
-            for want in before.wants.values():
-                if not want.answer.done():
-                    want.answer.set_result([FetchedPart(superseded=True)])
+            before.supersede()
         if not chosen.found:
             nothing = StoredPart(found=StoredPart.Found(found=False, attempt=chosen.attempt))
             nothing.found.fell_back_from.extend(chosen.fell_back_from)
@@ -266,7 +222,7 @@ class NodeRestore:
         try:
             stored = self._kept[1] if self._kept is not None and self._kept[0] == chosen.committed else None
             if stored is None:
-                stored = await self._loaded(attempt)
+                stored = await attempt.read(self._held.store, about, sorted(self._link.ranks))
             if about.options.read_only:
                 self._kept = (chosen.committed, stored)
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
@@ -281,50 +237,23 @@ class NodeRestore:
         if self._attempt is attempt:
             self._answer_asks(attempt, stored)
 
-    async def _loaded(self, attempt: Attempt) -> Stored:
-        """Read the step's indexes, until the deadline: a thread may hang in the store for longer."""
-        about, chosen = self._link.about, attempt.chosen
-        reading: set[str] = set()
-        ranks = sorted(self._link.ranks)
-        load = functools.partial(
-            restore_plan.load, self._held.store, chosen, about.mesh, about.world, ranks, reading=reading
-        )
-        loading = asyncio.get_running_loop().run_in_executor(None, load)
-        await asyncio.wait({loading}, timeout=max(0.0, attempt.deadline - time.monotonic()))
-        if not loading.done():
-            raise _not_read(chosen.step.step, sorted(reading))
-        return loading.result()
-
     def _answer_asks(self, attempt: Attempt, stored: Stored) -> None:
         for rank, ask in self._asks.items():
             if not ask.answer.done():
                 attempt.told.add(rank)
-                ask.answer.set_result(self._stored_parts(attempt, stored, rank, ask.request.detail))
+                ask.answer.set_result(
+                    attempt.stored_parts(self._held, stored, rank, sorted(self._link.ranks), ask.request.detail)
+                )
 
     async def _fetch(self, attempt: Attempt) -> None:
         """Plan, fetch and verify what all ranks of the node want."""
-        loop = asyncio.get_running_loop()
         stored = await attempt.loaded
         if self._is_over(attempt):
             return
         failpoint("restores.before_fetch")
-        snapshot = self._held_snapshot(attempt)
-        if snapshot is not None:
-            attempt.leases.append(self._held.read_lease(snapshot))
-        begun, deadline = time.monotonic(), attempt.deadline
-        wants = {rank: want.wanted for rank, want in attempt.wants.items()}
+        begun = time.monotonic()
         try:
-            attempt.plan = await loop.run_in_executor(
-                None,
-                lambda: restore_plan.fetch(
-                    stored,
-                    wants,
-                    fetcher=self._held.fetcher,
-                    arena=self._held.arena,
-                    held=dict(snapshot.slots) if snapshot is not None else {},
-                    deadline=deadline,
-                ),
-            )
+            attempt.plan = await attempt.fetch(self._held, stored)
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks
             self._failed(
                 attempt,
@@ -353,51 +282,13 @@ class NodeRestore:
         attempt = self._attempt
         if attempt is None or attempt.number != go.attempt or attempt.plan is None:
             return
-        for rank, want in attempt.wants.items():
-            if not want.answer.done():
-                parts = attempt.plan.parts(rank)
-                if go.HasField("unused"):
-                    parts[0].unused = go.unused
-                want.answer.set_result(parts)
+        attempt.hand_out(attempt.plan, go)
 
     # ------------------------------------------------------------ small pieces
-
-    def _stored_parts(
-        self, attempt: Attempt, stored: Stored, rank: int, detail: RestoreRequest.Detail.ValueType
-    ) -> list[StoredPart]:
-        snapshot = self._held_snapshot(attempt)
-        in_memory = snapshot is not None and stored.needed_ranks(sorted(self._link.ranks)) <= set(snapshot.slots)
-        committed = attempt.chosen.committed
-        found = StoredPart.Found(
-            found=True,
-            step=attempt.chosen.step.step,
-            timeline=attempt.chosen.step.timeline,
-            tier="memory" if in_memory else "store",
-            metrics=dict(committed.metrics),
-            tags=dict(committed.tags),
-            fell_back_from=attempt.chosen.fell_back_from,
-            mesh=committed.mesh,
-            world=committed.world,
-            attempt=attempt.number,
-            other_mesh=stored.other_mesh,
-        )
-        if detail == RestoreRequest.NOTHING:
-            return [StoredPart(found=found)]
-        if stored.other_mesh:
-            told = any_mesh.boxes(stored.sections) if detail == RestoreRequest.BOXES else stored.offered
-            return [StoredPart(found=found), *told]
-        section = stored.sections[rank]
-        first = StoredPart(found=found, object_names=section.object_names, aliases=section.aliases)
-        return [first, *(StoredPart(rows=part) for part in shard_table.split(section.shards))]
 
     def _restoring(self) -> set[int]:
         """Return the living ranks that are not done: one that had its bytes from an agent before this one is."""
         return {rank for rank in self._link.live_ranks if not self._link.ranks[rank].about.HasField("restored")}
-
-    def _held_snapshot(self, attempt: Attempt) -> Snapshot | None:
-        ref = attempt.chosen.step
-        snapshot = self._held.snapshots.get((ref.timeline, ref.step))
-        return snapshot if snapshot is not None and snapshot.staged and not snapshot.dropped else None
 
     def _restore_message(self, rank: int, request: RestoreRequest) -> NodeMessage:
         message = NodeMessage.Restore(
@@ -451,17 +342,10 @@ class NodeRestore:
             waiting += attempt.wants.values()
             if not attempt.loaded.done():
                 attempt.loaded.cancel()
-            self._release(attempt)
+            attempt.release(self._held)
         for one in waiting:
             if not one.answer.done():
                 one.answer.set_exception(DaemonError(error))
-
-    def _release(self, attempt: Attempt) -> None:
-        for lease in attempt.leases:
-            lease()
-        attempt.leases.clear()
-        if not attempt.fetching or attempt.ready:
-            self._held.arena.release()
 
     def end(self, error: Error) -> None:
         """The run cannot go on."""
@@ -487,14 +371,3 @@ class NodeRestore:
                 node=self._node,
                 phase="restore",
             ) from None
-
-
-def _not_read(step: int, keys: list[str]) -> DaemonError:
-    return DaemonError.of(
-        f"restore of step {step}: {keys[0] if keys else 'its index'} was not read within the deadline",
-        reason=error_pb2.REASON_DEADLINE_EXCEEDED,
-        hint="raise restore_timeout_s, or check the store",
-        step=step,
-        object=keys[0] if keys else "",
-        phase="restore",
-    )

@@ -35,14 +35,17 @@ PIECE_BYTES = (4 << 20) - (64 << 10)
 MAX_SOCKET_PATH = 107
 """sun_path of Linux, less the final zero."""
 
-_KEEPALIVE_MS = 20_000
+_KEEPALIVE_MS, _PING_TIMEOUT_MS = 20_000, 10_000
 # Long enough for a line of a second, or a host that is out of breath; short enough to try anew soon after a cut.
 _CONNECT_MS = 5_000
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),  # http_proxy in the environment would catch calls to localhost
     ("grpc.so_reuseport", 0),  # two servers must never share a port silently
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    # Both: the connection of a peer that is stopped, but whose kernel goes on to acknowledge, ends after the longer
+    # of the two, and the second is a minute by default.
+    ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),

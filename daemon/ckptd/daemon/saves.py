@@ -1,33 +1,31 @@
 """A node's part in saving: from a rank's Begin to the outcome it is told.
 
-Owns: the answers to Begin of this node's ranks, layouts and plans on their way to and from the coordinator, and what an
-outcome or a new timeline means for the node's snapshots. Does not own: slots and uploads (`held`), the session (`run_link`).
-On the agent's event loop. Invariant: a rank gets a slot only for a step that is go on all ranks.
+Owns: the answers to Begin of this node's ranks, and what an outcome or a new timeline means for the node's snapshots. Does not
+own: layouts and plans on their way (`plan_exchange`), slots and uploads (`held`), the session (`run_link`). On the agent's event
+loop. Invariant: a rank gets a slot only for a step that is go on all ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptd.daemon import rpc
-from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.held import HeldJob
 from ckptd.daemon.keys import Timeline
 from ckptd.daemon.outcomes import Outcomes, gone
+from ckptd.daemon.plan_exchange import know_plan, send_layout
 from ckptd.daemon.session import Session, answered
 from ckptd.daemon.slots import DATA_OFFSET
 from ckptd.daemon.snapshots import Snapshot, Stage
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.wire_errors import wire_error
-from ckptd.protos import error_pb2, segmented, shard_table
+from ckptd.protos import error_pb2, segmented
 from ckptd.protos.agent_pb2 import BeginReply, BeginRequest, Event, StagedRequest
-from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeLayoutPart, NodeMessage, NodePlanRequest
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
-from ckptd.protos.failpoints import failpoint
-from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
+from ckptd.protos.snapshot_pb2 import HeldSnapshot
 
 if TYPE_CHECKING:
     from ckptd.daemon.run_link import RunLink
@@ -174,7 +172,7 @@ class NodeSave:
         """Take whatever the coordinator says about saving."""
         kind = message.WhichOneof("kind")
         if kind == "need_layout":
-            self._link.spawn(self._send_layout(message.need_layout))
+            self._link.spawn(send_layout(self._link, message.need_layout))
         elif kind == "begin":
             self._link.timeline = message.begin.timeline or self._link.timeline
             if message.begin.go:
@@ -199,10 +197,14 @@ class NodeSave:
 
     async def _go(self, decision: CoordinatorMessage.BeginDecision) -> None:
         """Lay out and hand out the slots of a step that is to be saved."""
-        waiting = {rank: wait for rank, wait in self._begins.items() if wait.request.step == decision.step}
+        key = (decision.timeline, decision.step)
+        if key in self._going:
+            # Said once more to a rank that asked again: slots made twice would be lost. Whoever waits when those that are
+            # being made are there is answered then.
+            return
+        waiting = self._waiting(decision.step)
         if not waiting:
             return
-        key = (decision.timeline, decision.step)
         snapshot = self.snapshot(decision.step)
         self._going[key] = None
         try:
@@ -210,55 +212,57 @@ class NodeSave:
                 snapshot = await self._begun(decision, waiting)
         except Exception as failure:  # told to the rank and to every other one
             error = wire_error(failure, phase="begin", step=decision.step, node=self._node)
-            self._link.say(
-                NodeMessage(failed=NodeMessage.StepFailed(timeline=decision.timeline, step=decision.step, error=error))
-            )
-            for wait in waiting.values():
-                if not wait.answer.done():
-                    wait.answer.set_exception(DaemonError(error))
+            self._say_failed(decision, error)
+            self._refuse(decision.step, error)
             return
         finally:
             ended = self._going.pop(key, None)
         if ended is not None:
             self._held.drop(snapshot)
-            for wait in waiting.values():
-                if not wait.answer.done():
-                    wait.answer.set_exception(DaemonError(ended))
+            self._refuse(decision.step, ended)
             return
-        for rank, wait in waiting.items():
+        for rank, wait in self._waiting(decision.step).items():
             slot = snapshot.slots.get(rank)
-            if slot is not None and not wait.answer.done():
-                wait.answer.set_result(
-                    BeginReply(
-                        go=True,
-                        plan_digest=decision.plan_digest,
-                        slot=slot.number,
-                        path=str(slot.path),
-                        data_offset=DATA_OFFSET,
-                        data_bytes=slot.header.data_bytes,
-                        tail_offset=slot.header.tail_offset,
-                        tail_capacity=slot.tail_capacity,
-                        timeline=decision.timeline,
-                        leave_uncompared=snapshot.about.HasField("compared_in"),
-                        segmented_algorithm=snapshot.about.segmented_algorithm,
-                    )
+            if slot is None:
+                error = _came_too_late(rank, decision.step, self._node)
+                self._say_failed(decision, error)
+                wait.answer.set_exception(DaemonError(error))
+                continue
+            wait.answer.set_result(
+                BeginReply(
+                    go=True,
+                    plan_digest=decision.plan_digest,
+                    slot=slot.number,
+                    path=str(slot.path),
+                    data_offset=DATA_OFFSET,
+                    data_bytes=slot.header.data_bytes,
+                    tail_offset=slot.header.tail_offset,
+                    tail_capacity=slot.tail_capacity,
+                    timeline=decision.timeline,
+                    leave_uncompared=snapshot.about.HasField("compared_in"),
+                    segmented_algorithm=snapshot.about.segmented_algorithm,
                 )
+            )
+
+    def _waiting(self, step: int) -> dict[int, BeginWait]:
+        """Return the ranks that wait to hear whether they may begin a step."""
+        return {
+            rank: wait for rank, wait in self._begins.items() if wait.request.step == step and not wait.answer.done()
+        }
+
+    def _refuse(self, step: int, error: Error) -> None:
+        for wait in self._waiting(step).values():
+            wait.answer.set_exception(DaemonError(error))
+
+    def _say_failed(self, decision: CoordinatorMessage.BeginDecision, error: Error) -> None:
+        self._link.say(
+            NodeMessage(failed=NodeMessage.StepFailed(timeline=decision.timeline, step=decision.step, error=error))
+        )
 
     async def _begun(self, decision: CoordinatorMessage.BeginDecision, waiting: dict[int, BeginWait]) -> Snapshot:
         """Learn the plan where it is new, and reserve a slot for every rank of the node."""
         for rank, wait in waiting.items():
-            layout_digest = bytes(wait.request.layout_digest)
-            known = self._held.plan_of(rank, decision.plan_digest)
-            session = self._link.ranks[rank]
-            put = session.layouts.get(layout_digest)
-            # Ties are no rows, and neither is the rank's place: both may change without any other layout, hence without
-            # another plan. A run on another mesh has another place for the rank that held this layout before.
-            is_stale = known is not None and (
-                (put is not None and put[1] != known.held.aliases)
-                or list(known.held.coordinate) != list(session.about.coordinate)
-            )
-            if known is None or is_stale:
-                await self._fetch_plan(rank, layout_digest, decision.plan_digest)
+            await know_plan(self._link, rank, bytes(wait.request.layout_digest), decision.plan_digest)
         about = HeldSnapshot(
             step=decision.step,
             timeline=decision.timeline,
@@ -280,44 +284,6 @@ class NodeSave:
         tails = {rank: wait.request.tail_bytes for rank, wait in waiting.items()}
         processes = {rank: self._link.ranks[rank].about.process or self._link.ranks[rank].token for rank in waiting}
         return await self._held.begin(about, tails, processes, max(1, self._link.about.options.slots))
-
-    async def _fetch_plan(self, rank: int, layout_digest: bytes, plan_digest: bytes) -> None:
-        writers: list[int] = []
-        request = NodePlanRequest(run_id=self._link.about.run_id, rank=rank, plan_digest=plan_digest)
-        failpoint("saves.before_FetchPlan")
-        async for part in self._link.stub.FetchPlan(request, metadata=rpc.token_metadata(self._link.about.credentials)):
-            writers.extend(part.writer)
-        failpoint("saves.after_FetchPlan")
-        session = self._link.ranks[rank]
-        rows, aliases = session.layouts[layout_digest]
-        await self._held.learn_plan(
-            HeldPlan(
-                rank=rank,
-                coordinate=session.about.coordinate,
-                rows=rows,
-                aliases=aliases,
-                writer=writers,
-                layout_digest=layout_digest,
-                plan_digest=plan_digest,
-            )
-        )
-
-    async def _send_layout(self, need: CoordinatorMessage.NeedLayout) -> None:
-        session = self._link.ranks.get(need.rank)
-        if session is None or bytes(need.digest) not in session.layouts:
-            return
-        rows, _ = session.layouts[bytes(need.digest)]
-
-        async def parts() -> AsyncIterator[NodeLayoutPart]:
-            for at, part in enumerate(shard_table.split(rows)):
-                made = NodeLayoutPart(rows=part)
-                if at == 0:
-                    made.run_id, made.rank, made.digest = self._link.about.run_id, need.rank, need.digest
-                yield made
-
-        failpoint("saves.before_SendLayout")
-        await self._link.stub.SendLayout(parts(), metadata=rpc.token_metadata(self._link.about.credentials))
-        failpoint("saves.after_SendLayout")
 
     def changed(self, snapshot: Snapshot) -> None:
         """An upload has ended: tell the coordinator, whichever timeline it was of."""
@@ -389,3 +355,15 @@ class NodeSave:
         for session in self._link.ranks.values():
             if session.attached:
                 session.tell_step(timeline, step, state, error)
+
+
+def _came_too_late(rank: int, step: int, node: str) -> Error:
+    """Its call was broken off when the others got their slots: the step cannot become whole."""
+    return make_error(
+        error_pb2.REASON_ABORTED,
+        f"step {step}: rank {rank} was away when the slots were made",
+        step=step,
+        rank=rank,
+        node=node,
+        phase="begin",
+    )

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from ckptd.daemon import rpc
-from ckptd.daemon.agent import Agent, write_ready_file
+from ckptd.daemon.agent import Agent
 from ckptd.daemon.agent_service import AgentService
 from ckptd.daemon.config import AgentConfig
 from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.node_files import write_ready_file
 from ckptd.daemon.shared_files import prepare_folder
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import agent_pb2_grpc, error_pb2
@@ -77,7 +78,7 @@ async def _serve(config: AgentConfig) -> NoReturn:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop)
-    write_ready_file(agent, path)
+    write_ready_file(config.run_dir, socket=path, node=agent.node)
     log.emit("listening", node=agent.node, pid=os.getpid(), socket=str(path))
     adopting = loop.create_task(agent.adopt())
     idle = await _until_stopped(agent, stop, config.idle_exit_s)

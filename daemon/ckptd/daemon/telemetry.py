@@ -1,57 +1,13 @@
 """The event log: one JSON line for every boundary a snapshot crosses.
 
-Owns: writing the lines. Does not own: what is worth saying. Chaos judges by this log; metrics and reports
-are views of it. A line is written with one `write` to a file opened for appending, so that lines of several
-threads and processes never mix. A log that cannot be written, its disk being full, must not stop what it tells of: lines
-are counted and left out, and `events_lost` stands before the next one that can be written.
+Owns: its name. Does not own: what is worth saying, nor how a line is written (`event_lines`). Chaos judges by this log; metrics
+and reports are views of it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-import time
-from collections.abc import Mapping
-from pathlib import Path
+from ckptd.protos.event_lines import EventLines
 
 
-class EventLog:
-    """Appends events to a file, or drops them where no path is given. Thread-safe."""
-
-    def __init__(self, path: Path | None, **constant: object) -> None:
-        self._constant = constant
-        self._fd = -1
-        self._lock = threading.Lock()
-        self._lost = 0
-        self._torn = False
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def emit(self, kind: str, **fields: object) -> None:
-        """Write one event. `kind` is one of the words of docs/events.md; bytes are ints, durations `seconds`."""
-        if self._fd < 0:
-            return
-        with self._lock:
-            data = self._line("events_lost", {"lines": self._lost}) if self._lost else b""
-            data += self._line(kind, fields)
-            try:
-                # A line that the end of the disk cut off is ended first.
-                data = b"\n" + data if self._torn else data
-                whole = os.write(self._fd, data) == len(data)
-            except OSError:
-                self._lost += 1
-                return
-            self._torn, self._lost = not whole, 0 if whole else self._lost + 1
-
-    def _line(self, kind: str, fields: Mapping[str, object]) -> bytes:
-        line = {"t": round(time.time(), 6), "kind": kind, **self._constant, **fields}
-        return (json.dumps(line, separators=(",", ":"), default=str) + "\n").encode()
-
-    def close(self) -> None:
-        """Close the file; later events are dropped."""
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+class EventLog(EventLines):
+    """The events of one agent; their kinds are the words of docs/events.md. Thread-safe."""

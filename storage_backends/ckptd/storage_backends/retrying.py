@@ -53,19 +53,19 @@ class RetryPolicy:
     ``first_pause * 2 ** n``, at most ``longest_pause``.
 
     Attributes:
-        attempts: Tries in all, 1 to 10000.
+        attempts: Tries in all, 1 to 10000; None: as many as the deadline leaves time for.
         deadline: No new attempt begins later than this after the first; a running one is not cut.
         first_pause: Scale of the first pause.
         longest_pause: Bound of every pause.
     """
 
-    attempts: int = 12
+    attempts: int | None = 12
     deadline: timedelta = timedelta(minutes=3)
     first_pause: timedelta = timedelta(milliseconds=200)
     longest_pause: timedelta = timedelta(seconds=20)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.attempts <= _MOST_ATTEMPTS:
+        if self.attempts is not None and not 1 <= self.attempts <= _MOST_ATTEMPTS:
             raise ValueError(f"attempts is {self.attempts}; it must be 1 to {_MOST_ATTEMPTS}")
         if not timedelta(0) <= self.first_pause <= self.longest_pause:
             raise ValueError("first_pause must lie between 0 and longest_pause")
@@ -151,8 +151,8 @@ class RetryingStore(ObjectStore):
             return is_retryable(error) or (isinstance(error, ClockSkew) and skewed < _SKEWED_ATTEMPTS)
 
         retrying = tenacity.Retrying(
-            stop=tenacity.stop_after_attempt(policy.attempts)
-            | tenacity.stop_before_delay(policy.deadline.total_seconds()),
+            stop=tenacity.stop_before_delay(policy.deadline.total_seconds())
+            | (tenacity.stop_never if policy.attempts is None else tenacity.stop_after_attempt(policy.attempts)),
             wait=tenacity.wait_random_exponential(
                 multiplier=policy.first_pause.total_seconds(),
                 max=policy.longest_pause.total_seconds(),

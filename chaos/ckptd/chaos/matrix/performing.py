@@ -18,6 +18,7 @@ from ckptd.chaos.cluster.cluster import Cluster, Launch
 from ckptd.chaos.cluster.process import Leashed, ProcessError, Spawn
 from ckptd.chaos.conductor import Conductor, Performance
 from ckptd.chaos.evidence import Evidence, EvidenceError, losses_of, read_digests
+from ckptd.chaos.leading import TrialError
 from ckptd.chaos.matrix.launcher import ARMED, LAUNCH_FOLDER
 from ckptd.chaos.matrix.plays import LOSE_NODES, Act, Play
 from ckptd.chaos.matrix.striking import BoundaryInjector, Place, Strike
@@ -25,7 +26,6 @@ from ckptd.chaos.matrix.workload import Shape, Workload
 from ckptd.chaos.nemesis.injector import Injecting
 from ckptd.chaos.root import read_root
 from ckptd.chaos.schedule import PlannedFault
-from ckptd.chaos.trial import TrialError
 from ckptd.chaos.watch import TICK, read_tail
 from ckptd.storage_backends.errors import StorageError
 

@@ -23,6 +23,7 @@ from ckptd.chaos.cluster.forked import ForkServer
 from ckptd.chaos.cluster.process import Leashed, Spawn
 from ckptd.chaos.cluster.store import LocalStore, Store, open_store
 from ckptd.chaos.judging import judge
+from ckptd.chaos.leading import TrialError
 from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, Cell
 from ckptd.chaos.matrix.performing import Performed, Scene, perform_play
 from ckptd.chaos.matrix.plays import Play
@@ -33,7 +34,6 @@ from ckptd.chaos.matrix.workload import TINY, Shape, Workload
 from ckptd.chaos.record import Record, save_record, versions
 from ckptd.chaos.reports.write import write_report
 from ckptd.chaos.scenario import Scenario
-from ckptd.chaos.trial import TrialError
 from ckptd.chaos.verdict import FailureClass, Verdict, failure_counts, overall
 from ckptd.protos.boundaries import BOUNDARIES
 

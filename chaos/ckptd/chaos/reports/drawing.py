@@ -65,6 +65,8 @@ def draw_legend(shown: Timeline) -> Markup:
     bars = [tag("li", tag("i", class_=f"swatch {kind}"), text) for kind, text in LEGEND if kind in seen]
     kinds = {mark.kind for lane in shown.lanes for mark in lane.marks} | ({"diverged"} if shown.diverged else set())
     points = [tag("li", tag("i", sign, class_=f"sign {kind}"), text) for kind, sign, text in _SIGNS if kind in kinds]
+    if kinds - _SHAPES.keys() - {"fault", "diverged"}:
+        points.append(tag("li", tag("i", "●", class_="sign"), "other event: point at it"))
     return tag("ul", *bars, *points, class_="legend")
 
 
@@ -79,7 +81,20 @@ _SIGNS = (
     ("adopted", "◆", "adopted"),
     ("aborted", "◇", "aborted"),
     ("fenced", "■", "fenced"),
+    ("missed", "\u2013", "fault that did not fire"),
 )
+_SHAPES = {
+    "step": "M0 -6V6",
+    "again": "M0 -6V6",
+    "died": "M-5 -5L5 5M-5 5L5 -5",
+    "restored": "M0 -6L6 5H-6Z",
+    "committed": "M0 -6L5 0L0 6L-5 0Z",
+    "adopted": "M0 -6L5 0L0 6L-5 0Z",
+    "aborted": "M0 -6L5 0L0 6L-5 0Z",
+    "fenced": "M-5 -5H5V5H-5Z",
+    "missed": "M-6 0H6",
+}
+"""What marks look like; all other kinds are a dot."""
 
 
 def draw_values(values: Sequence[float], most: float) -> Markup:
@@ -136,18 +151,7 @@ def _marks(marks: Sequence[Mark], middle: float, scale: Scale, *, shows_labels: 
 def _mark(mark: Mark, place: float, middle: float, *, label: str) -> Markup:
     if mark.kind == "fault":
         return Markup("")  # drawn over all lanes
-    shapes = {
-        "step": "M0 -6V6",
-        "again": "M0 -6V6",
-        "died": "M-5 -5L5 5M-5 5L5 -5",
-        "restored": "M0 -6L6 5H-6Z",
-        "committed": "M0 -6L5 0L0 6L-5 0Z",
-        "adopted": "M0 -6L5 0L0 6L-5 0Z",
-        "aborted": "M0 -6L5 0L0 6L-5 0Z",
-        "fenced": "M-5 -5H5V5H-5Z",
-        "missed": "M-6 0H6",
-    }
-    path = tag("path", d=shapes.get(mark.kind, "M0 -4A4 4 0 1 0 0.01 -4Z"))
+    path = tag("path", d=_SHAPES.get(mark.kind, "M0 -4A4 4 0 1 0 0.01 -4Z"))
     name = tag("text", label, x=4, y=-5) if label else ""
     return tag(
         "svg",

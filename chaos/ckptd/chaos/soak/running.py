@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Self
 
 from ckptd.chaos.cluster import disks
-from ckptd.chaos.cluster.process import ProcessError
 from ckptd.chaos.cluster.store import LocalStore, Store, open_store
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.history import Event
-from ckptd.chaos.judging import nondeterminism
+from ckptd.chaos.leading import Lead, Undisturbed
 from ckptd.chaos.record import Record, versions
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.write import write_text
@@ -28,7 +27,7 @@ from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.scenario_writer import to_toml
 from ckptd.chaos.schedule import schedule
 from ckptd.chaos.soak.small_job import COMMAND, LIMITS, SmallLauncher, spawners
-from ckptd.chaos.trial import Stage, TrialError, Undisturbed, conclude, hurt, undisturbed_runs, with_problem
+from ckptd.chaos.trial import Stage, conclude, hurt, undisturbed_runs
 from ckptd.chaos.verdict import Verdict
 
 SCENARIO_FILE = "schedule.toml"
@@ -98,31 +97,27 @@ class Soak:
         folder = self._out / name
         folder.mkdir(parents=True)
         write_text(folder / SCENARIO_FILE, to_toml(scenario))
-        begun = time.monotonic()
-        record = Record(
-            scenario=scenario,
-            nnodes=self.setting.nnodes,
-            nproc=self.setting.nproc,
-            store=store,
-            seed=seed,
-            command=self.setting.command,
-            begun=round(time.time(), 3),
-            versions=versions(),
-            network=self.setting.network,
-            replay=replay.replace("{file}", shlex.quote(str(folder / SCENARIO_FILE))),
+        lead = Lead(
+            Record(
+                scenario=scenario,
+                nnodes=self.setting.nnodes,
+                nproc=self.setting.nproc,
+                store=store,
+                seed=seed,
+                command=self.setting.command,
+                begun=round(time.time(), 3),
+                versions=versions(),
+                network=self.setting.network,
+                replay=replay.replace("{file}", shlex.quote(str(folder / SCENARIO_FILE))),
+            )
         )
-        try:
-            before = self._undisturbed_runs(store)
-            record = replace(record, undisturbed=before.first, repeat=before.repeat)
-            if not nondeterminism(record):
-                begun = time.monotonic()
+        with lead:
+            if lead.can_be_judged(self._undisturbed_runs(store)):
+                lead.begin_anew()
                 stage = replace(self._make_stage(), out=folder)
                 opened = self._store(store).of_run(folder, name)
-                record = hurt(stage, scenario, opened, record, faults)
-        except (TrialError, ProcessError, RuntimeError, TimeoutError, OSError) as error:
-            record = with_problem(record, error)
-        record = replace(record, seconds=round(time.monotonic() - begun, 3))
-        return conclude(self._bare_stage(folder), record)
+                lead.record = hurt(stage, scenario, opened, lead.record, faults)
+        return conclude(self._bare_stage(folder), lead.record)
 
     def remove(self, report: Report) -> None:
         """Remove the evidence of a run."""

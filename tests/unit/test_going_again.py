@@ -1,0 +1,202 @@
+"""A node that is told go for one step more than once, as after a reconnect: each rank has one slot of it, and an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures.at_rest import small_state
+from fixtures.coordinated import Play
+from fixtures.raw_rank import options, run_credentials
+
+from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.held import HeldJob
+from ckptd.daemon.run_link import RunLink
+from ckptd.daemon.session import Session
+from ckptd.daemon.slot_header import SlotState
+from ckptd.daemon.telemetry import EventLog
+from ckptd.daemon.uploader import Uploader
+from ckptd.protos import error_pb2, shard_table
+from ckptd.protos.agent_pb2 import AttachRequest, BeginReply, BeginRequest
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
+from ckptd.protos.snapshot_pb2 import AliasTable, HeldPlan
+from ckptd.storage_backends.memory import MemoryStore
+
+TIMELINE = "00000001-aaaaaaaaaaaa"
+LAYOUT, PLAN = b"layout", b"plan"
+DEADLINE_S = 60.0
+GO = CoordinatorMessage(begin=CoordinatorMessage.BeginDecision(step=7, timeline=TIMELINE, go=True, plan_digest=PLAN))
+
+
+class Node:
+    """Two ranks of a run on a node with real slots; nobody plays the coordinator but the test."""
+
+    def __init__(self, folder: Path, threads: ThreadPoolExecutor, *, slots: int) -> None:
+        store, log = MemoryStore("memory://going"), EventLog(None)
+        self.held = HeldJob(
+            root="memory://going",
+            job="job",
+            node="node",
+            store=store,
+            shm_dir=folder,
+            restore_window_bytes=0,
+            threads=threads,
+            log=log,
+            uploader=Uploader(store, events=log),
+            on_change=lambda _: None,
+        )
+        about = [
+            AttachRequest(
+                job="job",
+                root="memory://going",
+                run_id="run",
+                rank=rank,
+                world=2,
+                coordinate=[rank],
+                endpoint="127.0.0.1:1",
+                credentials=run_credentials(),
+                options=options(slots=slots, begin_timeout_s=DEADLINE_S),
+                process=f"process {rank}",
+            )
+            for rank in range(2)
+        ]
+        self.link = RunLink(about[0], node="node", incarnation="i", held=self.held, log=log, on_closed=lambda _: None)
+        self.sessions = [Session(token=str(rank), about=one) for rank, one in enumerate(about)]
+        self._said: list[NodeMessage] = []
+        self.link.say = self._said.append  # type: ignore[method-assign, assignment]
+        self._keeps_connected = set(self.link._tasks)
+
+    async def attach(self) -> None:
+        """Let both ranks come, with layouts that make a plan the node knows."""
+        layouts = Play(states=small_state).run().layouts
+        for rank, session in enumerate(self.sessions):
+            self.link.attach(session)
+            rows = layouts[rank]
+            session.layouts[LAYOUT] = (rows, AliasTable())
+            writer = [rank] * shard_table.row_count(rows)
+            await self.held.learn_plan(
+                HeldPlan(
+                    rank=rank,
+                    coordinate=[rank],
+                    rows=rows,
+                    writer=writer,
+                    aliases=AliasTable(),
+                    layout_digest=LAYOUT,
+                    plan_digest=PLAN,
+                )
+            )
+
+    async def settled(self) -> None:
+        """Wait until all that was heard is dealt with."""
+        await asyncio.gather(*(self.link._tasks - self._keeps_connected))
+
+    def asks(self, rank: int) -> asyncio.Task[BeginReply]:
+        """Let a rank ask to save step 7."""
+        request = BeginRequest(session=str(rank), step=7, layout_digest=LAYOUT, tail_bytes=100)
+        return asyncio.get_running_loop().create_task(self.link.saves.begin(self.sessions[rank], request))
+
+    def failures(self) -> list[str]:
+        """Return why steps failed, as the coordinator is told."""
+        return [one.failed.error.message for one in self._said if one.HasField("failed")]
+
+    def writing(self) -> list[tuple[int, int]]:
+        """Return (rank, number) of each slot that is being filled."""
+        return [(one.rank, one.number) for one in self.held.pool.slots if one.header.state is SlotState.WRITING]
+
+    async def close(self) -> None:
+        """End the link, and all that it runs."""
+        tasks = list(self.link._tasks)
+        self.link.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.held.forget()
+
+
+def play(folder: Path, act: Callable[[Node], Awaitable[None]], *, slots: int = 2) -> None:
+    """Let something happen on a node with two ranks."""
+
+    async def run() -> None:
+        with ThreadPoolExecutor(4) as threads:
+            node = Node(folder, threads, slots=slots)
+            try:
+                await node.attach()
+                await act(node)
+            finally:
+                await node.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_step_that_is_go_twice_takes_one_slot_of_each_rank(tmp_path: Path, slots: int) -> None:
+    """Both ranks asked again, and each question was answered: the second answer comes while slots are being made."""
+
+    async def act(node: Node) -> None:
+        calls = [node.asks(rank) for rank in range(2)]
+        await asyncio.sleep(0)
+        node.link.saves.on_message(GO)
+        node.link.saves.on_message(GO)
+        replies = await asyncio.gather(*calls)
+        await node.settled()
+        assert node.failures() == []
+        assert [reply.go for reply in replies] == [True, True]
+        assert node.writing() == [(rank, reply.slot) for rank, reply in enumerate(replies)]
+        snapshot = node.link.saves.snapshot(7)
+        assert snapshot is not None
+        node.held.drop(snapshot)
+        assert node.writing() == []
+
+    play(tmp_path, act, slots=slots)
+
+
+def test_a_rank_that_asks_again_while_its_slot_is_made_is_answered(tmp_path: Path) -> None:
+    """Its session broke, and its first call with it: the slots that are being made are for the second."""
+    made, may_go_on = threading.Event(), threading.Event()
+
+    async def act(node: Node) -> None:
+        acquire = node.held.pool.acquire
+
+        def held_up(*arguments: Any, **more: Any) -> Any:
+            made.set()
+            may_go_on.wait(DEADLINE_S)
+            return acquire(*arguments, **more)
+
+        node.held.pool.acquire = held_up  # type: ignore[method-assign]
+        first, other = node.asks(0), node.asks(1)
+        await asyncio.sleep(0)
+        node.link.saves.on_message(GO)
+        await asyncio.to_thread(made.wait, DEADLINE_S)
+        first.cancel()
+        second = node.asks(0)
+        await asyncio.sleep(0)
+        may_go_on.set()
+        replies = await asyncio.wait_for(asyncio.gather(second, other), DEADLINE_S)
+        assert node.failures() == []
+        assert node.writing() == [(rank, reply.slot) for rank, reply in enumerate(replies)]
+
+    play(tmp_path, act)
+
+
+def test_a_rank_that_was_away_when_slots_were_made_hears_so_at_once(tmp_path: Path) -> None:
+    """It asks again and there is no slot of it: the step ends on all ranks, and nobody waits for a deadline."""
+
+    async def act(node: Node) -> None:
+        other = node.asks(1)
+        await asyncio.sleep(0)
+        node.link.saves.on_message(GO)
+        assert (await other).go
+        again = node.asks(0)
+        await asyncio.sleep(0)
+        node.link.saves.on_message(GO)
+        with pytest.raises(DaemonError) as caught:
+            await asyncio.wait_for(again, DEADLINE_S / 2)
+        assert (caught.value.error.reason, caught.value.error.rank) == (error_pb2.REASON_ABORTED, 0)
+        assert node.failures() == [caught.value.error.message]
+
+    play(tmp_path, act)
