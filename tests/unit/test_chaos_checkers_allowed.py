@@ -158,3 +158,13 @@ def test_a_coordinator_that_is_cut_off_may_finish_until_another_one_leads() -> N
 
     assert "expected_fencing" not in found(4.5)
     assert "acknowledged step 4 after" in found(6.1)["expected_fencing"][1]
+
+
+def test_a_marker_of_abort_that_came_after_another_run_had_adopted_its_step_is_no_decision() -> None:
+    """Who puts it looks at the claims, and is fenced before it tells anybody; one that was told is a split."""
+    adopted = replace(decision(4, T1), record=f"log/{T2}.start.json")
+    root = with_root(decisions=(decision(2, T1), adopted, decision(4, T1, committed=False), decision(6, T2)))
+    assert "one_decision" not in not_green(case(told(*without("acknowledged"), FENCED), evidence=root))
+    late: Entry = (7.8, "agent 0", "acknowledged", {"step": 4, "timeline": T1, "committed": False})
+    looked = not_green(case(told(*HISTORY, late), evidence=root))
+    assert "step 4" in looked["one_decision"][1]

@@ -9,7 +9,7 @@ from collections import Counter
 from itertools import pairwise
 
 from ckptd.chaos.checkers.case import Case
-from ckptd.chaos.root import RootFacts
+from ckptd.chaos.root import DecisionFact, RootFacts
 from ckptd.chaos.verdict import FailureClass, Finding
 
 
@@ -116,9 +116,9 @@ def one_decision(case: Case) -> Finding:
         return Finding.passed("one_decision", "no root was read")
     told: dict[tuple[int, str], set[tuple[bool, str]]] = {}
     for fact in root.decisions:
-        told.setdefault((fact.step, fact.timeline), set()).add((fact.committed, fact.state_digest))
+        if not _is_word_of_the_fenced(fact, case, root):
+            told.setdefault((fact.step, fact.timeline), set()).add((fact.committed, fact.state_digest))
     for (step, timeline), answers in sorted(told.items()):
-        # A marker of abort may be outvoted by nothing: it stands alone or not at all.
         if len(answers) > 1:
             text = f"step {step} of {timeline} has {len(answers)} different decisions"
             return Finding.failed("one_decision", FailureClass.SPLIT_HISTORY, text)
@@ -126,3 +126,29 @@ def one_decision(case: Case) -> Finding:
     if twice:
         return Finding.failed("one_decision", FailureClass.SPLIT_HISTORY, f"step {twice[0]} is listed in two timelines")
     return Finding.passed("one_decision", f"{len(told)} decisions")
+
+
+def _is_word_of_the_fenced(fact: DecisionFact, case: Case, root: RootFacts) -> bool:
+    """Whether a marker of abort was put when a newer timeline had adopted the step, and nobody was told so.
+
+    Whoever puts one looks at the claims before telling it: a fenced coordinator learns there that its marker decides nothing.
+    """
+    if fact.committed:
+        return False
+    adopted = any(
+        other.committed
+        and (other.step, other.timeline) == (fact.step, fact.timeline)
+        and other.record.startswith("log/")
+        and other.record.removeprefix("log/").partition(".")[0] > fact.timeline
+        for other in root.decisions
+    )
+    was_told = case.performance.history.of(
+        "acknowledged",
+        source="agent",
+        where=lambda event: (
+            event.step == fact.step
+            and event.fields.get("timeline") == fact.timeline
+            and event.fields.get("committed") is False
+        ),
+    )
+    return adopted and not was_told
