@@ -15,7 +15,7 @@ from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.sweep import sweep
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import NodeMessage
-from ckptd.storage_backends.base import ObjectInfo
+from ckptd.storage_backends.base import ObjectInfo, ObjectStore
 from ckptd.storage_backends.fault_script import Fault, FaultKind, Op
 from ckptd.storage_backends.faulty import FaultyStore
 from ckptd.storage_backends.memory import MemoryStore
@@ -41,7 +41,7 @@ def kinds(run: Run) -> list[str]:
     return [entry.kind for entry in run.log]
 
 
-def listed(store: MemoryStore) -> list[int]:
+def listed(store: ObjectStore) -> list[int]:
     _, newest = log_reader.read_newest(store)
     return [ref.step for ref in newest.listed] if newest is not None else []
 
@@ -73,6 +73,49 @@ def test_a_second_look_from_the_past_acknowledges_nothing() -> None:
     assert kinds(zombie).count("stale_listing") == 3
     assert "fenced" in zombie.kinds()
     assert zombie.outcomes() == {1: True}, "what is not in the newer run's history was acknowledged"
+
+
+def look_twice_more(run: Run) -> None:
+    for _ in range(2):
+        run.wait(1.1)
+        run.settle()
+
+
+def lost(store: MemoryStore, nth: int) -> FaultyStore:
+    """Says of the nth object of the log that it was put, and does not have it."""
+    return FaultyStore(store, Fault(kind=FaultKind.PUT_LOST, op=Op.PUT, prefix="log/", nth=nth, times=1))
+
+
+def test_a_decision_that_the_store_took_and_lost_is_put_again() -> None:
+    """Answered, and not there: nothing is acknowledged until the listing shows it, and it does not wait for ever."""
+    store = lost(MemoryStore(), 3)
+    run = Play(store=store).run().attach()
+    run.save(1)
+    run.settle()
+    assert (len(store.fired), run.outcomes()) == (1, {})
+    look_twice_more(run)
+    assert run.outcomes() == {1: True}
+    assert listed(store) == [1]
+    assert kinds(run).count("stale_listing") == 2
+
+
+def test_a_start_record_that_the_store_took_and_lost_is_put_again() -> None:
+    """As above: the run does not save before its start is there."""
+    truth = MemoryStore()
+    play = Play(store=truth)
+    first = play.run().attach()
+    first.save(1)
+    first.settle()
+    store = play.store = lost(truth, 2)
+    run = play.run().attach()
+    restore(run)
+    assert (len(store.fired), run.is_running()) == (1, False)
+    look_twice_more(run)
+    assert run.is_running()
+    run.save(2)
+    run.settle()
+    assert run.outcomes() == {2: True}
+    assert kinds(run).count("stale_listing") == 2
 
 
 def test_a_start_does_not_read_history_from_before_its_claim() -> None:

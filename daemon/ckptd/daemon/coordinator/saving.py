@@ -137,11 +137,12 @@ def decide(state: State, run: StepRun) -> Procedure:
         record = history.abort_record(timeline=state.timeline, step=run.step, why=run.failed, created_at=state.stamp())
         label = "abort"
     data = records.to_bytes(record)
-    yield from put_until_done(state, Put(key=key, data=data, label=label))
+    put = Put(key=key, data=data, label=label)
+    yield from put_until_done(state, put)
     # A node may have said meanwhile that its part has failed: what is written counts, and is what everybody is told.
     why = run.failed if made is None else None
     state.log("decided", step=run.step, committed=made is not None, error=why.message if why is not None else None)
-    if fenced_by(state, (yield from look_at_claims(state, ListKeys(prefix=keys.LOG_PREFIX, label="second_look"), key))):
+    if fenced_by(state, (yield from look_at_claims(state, ListKeys(prefix=keys.LOG_PREFIX, label="second_look"), put))):
         return
     _note_comparison(state, run, made)
     outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=run.step)
@@ -216,18 +217,23 @@ def judge(
     return verdict
 
 
-def look_at_claims(state: State, listing: ListKeys, key: str) -> Procedure:
-    """List the log after the record of this key was put, until the listing shows that record or a higher claim.
+def look_at_claims(state: State, listing: ListKeys, put: Put) -> Procedure:
+    """List the log after a record was put, until the listing shows that record or a higher claim.
 
     One that shows neither is of the past, and its claims are no proof that nobody has taken over: nothing is acknowledged on
-    it. One that shows the record shows every claim that was there before it.
+    it. One that shows the record shows every claim that was there before it. Or else the store has said that it was put and
+    lost it: from the second such look on the same bytes are put once more, as after an answer that was lost.
     """
     assert state.timeline is not None
+    looks = 0
     while True:
         log = history.parse_log((yield from put_until_done(state, listing)))
-        if log.is_fenced(state.timeline) or log.is_as_new_as(key):
+        if log.is_fenced(state.timeline) or log.is_as_new_as(put.key):
             return log
-        state.log("stale_listing", prefix=listing.prefix, object=key)
+        state.log("stale_listing", prefix=listing.prefix, object=put.key)
+        if looks:
+            yield from put_until_done(state, put)
+        looks += 1
         yield Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + STORE_RETRY_S)
         if state.phase is Phase.ENDED:
             raise ProcedureStopped

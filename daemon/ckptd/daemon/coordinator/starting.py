@@ -101,9 +101,10 @@ def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) 
     )
     key = keys.start_key(state.timeline)
     data = records.to_bytes(record)
-    yield from put_until_done(state, Put(key=key, data=data, label="start_record"))
+    put = Put(key=key, data=data, label="start_record")
+    yield from put_until_done(state, put)
     if fenced_by(
-        state, (yield from look_at_claims(state, ListKeys(prefix=keys.LOG_PREFIX, label="look_after_start"), key))
+        state, (yield from look_at_claims(state, ListKeys(prefix=keys.LOG_PREFIX, label="look_after_start"), put))
     ):
         return
     state.listed.keeps = history.with_digest(list(record.keeps), key, data)
