@@ -33,11 +33,10 @@ OF_STORES = ("store-outage", "store-slow-down")
 # What the network does is in test_chaos_network.
 OF_NETWORKS = tuple(name for name in scenario_names() if any(fault.network is not None for fault in load(name).faults))
 ON_S3 = ("agent-killed-mid-upload", "node-lost", "rank-killed-while-uploading", "zombie-coordinator", *OF_STORES)
-# One for each way that a run can go on: a new agent adopts, another node's copy, nothing but the store, a coordinator before
-# its decision, and one that is fenced. The rest kills the same processes a moment earlier or later: the preset for ci runs
-# three of those with torchrun (test_chaos_own_script), the matrix has a cell for each such moment, on both stores, random
-# schedules draw among them (test_chaos_soak), and a rank is killed while uploading under the flipped bit, below.
-USUALLY = ("zombie-coordinator",)
+# None: the preset for ci runs three with torchrun (test_chaos_own_script), a coordinator that is fenced and others are in
+# test_chaos_conductor, the matrix has a cell for each moment at which somebody may be killed, on both stores, and random
+# schedules draw among them (test_chaos_soak).
+USUALLY: tuple[str, ...] = ()
 # Where the store's own answers are what matters: a store that is away. One that says SlowDown
 # is tried request by request in s055 (unit/test_cases_store).
 USUALLY_ON_S3 = ("store-outage",)

@@ -81,6 +81,8 @@ def test_a_fault_strikes_in_the_midst_of_a_recovery(soak: Soak) -> None:
     assert report.launches >= 3
 
 
+# More than a minute; how schedules are shrunk is tried without a job in test_chaos_soak_shrinking.
+@pytest.mark.long
 def test_a_schedule_that_fails_is_shrunk_to_the_fault_that_matters(soak: Soak, tmp_path: Path) -> None:
     """Of four faults one brings the planted bug out; that one is left, in a file that can be run, and fails there."""
 

@@ -9,7 +9,7 @@ from fixtures.coordinator_walks import coordinator_walk
 
 from ckptd.daemon.coordinator import saving, starting
 
-WALKS = 12
+WALKS = 6
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from fixtures.random_walks import random_walk
 
-WALKS = 25
+WALKS = 12
 
 
 @pytest.mark.parametrize(
