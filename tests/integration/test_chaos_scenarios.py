@@ -37,9 +37,9 @@ ON_S3 = ("agent-killed-mid-upload", "node-lost", "rank-killed-while-uploading", 
 # test_chaos_conductor, the matrix has a cell for each moment at which somebody may be killed, on both stores, and random
 # schedules draw among them (test_chaos_soak).
 USUALLY: tuple[str, ...] = ()
-# Where the store's own answers are what matters: a store that is away. One that says SlowDown
-# is tried request by request in s055 (unit/test_cases_store).
-USUALLY_ON_S3 = ("store-outage",)
+# None: a store that is away is in test_store_faults with real agents, one that says SlowDown is tried request by request in
+# s055 (unit/test_cases_store), and the matrix loses a node beside a real store (test_chaos_matrix).
+USUALLY_ON_S3: tuple[str, ...] = ()
 
 
 def is_light(name: str) -> bool:
