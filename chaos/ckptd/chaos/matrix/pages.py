@@ -273,11 +273,20 @@ def _reasons(summary: Summary) -> Markup:
         )
         for name, count in summary.not_applicable.items()
     ]
+    said = (
+        (
+            tag(
+                "p", "Each reason is held against the undisturbed runs, in which every pass is counted.", class_="where"
+            ),
+            table(("reason", "cells#", "that is"), rows),
+        )
+        if rows
+        else (tag("p", "Every cell of this matrix applies.", class_="where"),)
+    )
     return tag(
         "section",
         tag("h2", "Not applicable, and why"),
-        tag("p", "Each reason is held against the undisturbed runs, in which every pass is counted.", class_="where"),
-        table(("reason", "cells#", "that is"), rows),
+        *said,
         class_="card",
         id="reasons",
     )
