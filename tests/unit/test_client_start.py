@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime as dt
+import hashlib
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +31,7 @@ from ckptd.client.store_exchange import StoreExchange
 from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import AttachRequest
 from ckptd.protos.error_pb2 import Reason
+from ckptd.protos.snapshot_pb2 import Mesh
 
 
 @pytest.fixture(autouse=True)
@@ -151,6 +154,19 @@ def test_the_coordinate_is_the_meshs_own(eight: None) -> None:
     assert topology({"pp": 2, "dp": 2, "tp": 2}, None).coordinate == (1, 0, 1)
     assert topology(None, None).coordinate == (5,)
     assert topology(DeviceMesh("cpu", torch.arange(8)), None).axes == ("axis0",)
+
+
+def test_meshes_whose_ranks_are_numbered_otherwise_are_not_equal(eight: None) -> None:
+    """Else a rank would get what another coordinate stored; row-major ones say nothing, as in records of older programs."""
+
+    def told(ranks: torch.Tensor) -> Mesh:
+        return topology(DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp")), None).to_wire()
+
+    plain, turned = torch.arange(8).reshape(2, 4), torch.arange(8).reshape(4, 2).T
+    orders = [told(ranks).rank_order for ranks in (plain, turned, plain.flip(0))]
+    assert orders[0] == b"" == topology({"dp": 2, "tp": 4}, None).to_wire().rank_order
+    assert len(set(orders)) == 3
+    assert orders[1] == hashlib.sha256(struct.pack("<8I", 0, 2, 4, 6, 1, 3, 5, 7)).digest()
 
 
 def test_a_slice_of_the_mesh_is_refused(eight: None) -> None:

@@ -7,8 +7,10 @@ saves together.
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,7 @@ class Topology:
         coordinate: This rank's, one entry per axis.
         members: Global ranks of the group, in group order.
         store: The job's own key-value store; None where one process is the world.
+        order: The group's ranks by coordinate, row-major; empty where they are 0, 1, 2 and so on.
     """
 
     rank: int
@@ -47,6 +50,7 @@ class Topology:
     coordinate: tuple[int, ...]
     members: tuple[int, ...]
     store: Store | None
+    order: Sequence[int] = ()
 
     @property
     def place(self) -> dict[str, int]:
@@ -55,7 +59,8 @@ class Topology:
 
     def to_wire(self) -> Mesh:
         """Return the message."""
-        return Mesh(axes=self.axes, sizes=self.sizes)
+        told = hashlib.sha256(struct.pack(f"<{self.world}I", *self.order)).digest() if self.order else b""
+        return Mesh(axes=self.axes, sizes=self.sizes, rank_order=told)
 
 
 def topology(mesh: DeviceMesh | Mapping[str, int] | None, process_group: ProcessGroup | None) -> Topology:
@@ -70,8 +75,9 @@ def topology(mesh: DeviceMesh | Mapping[str, int] | None, process_group: Process
         group.
     """
     rank, members, store = _group(process_group)
+    order: Sequence[int] = ()
     if isinstance(mesh, DeviceMesh):
-        axes, sizes, coordinate = _of_device_mesh(mesh, members)
+        axes, sizes, coordinate, order = _of_device_mesh(mesh, members)
     elif mesh is not None:
         axes, sizes = tuple(mesh), tuple(int(size) for size in mesh.values())
         _check_size(sizes, axes, len(members))
@@ -84,6 +90,7 @@ def topology(mesh: DeviceMesh | Mapping[str, int] | None, process_group: Process
         axes=axes,
         sizes=sizes,
         coordinate=coordinate,
+        order=order,
         members=members,
         store=store if len(members) > 1 else None,
     )
@@ -112,18 +119,21 @@ def _group(process_group: ProcessGroup | None) -> tuple[int, tuple[int, ...], St
 
 def _of_device_mesh(
     mesh: DeviceMesh, members: tuple[int, ...]
-) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]:
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     sizes = tuple(int(size) for size in mesh.shape)
     axes = tuple(mesh.mesh_dim_names or (f"axis{number}" for number in range(len(sizes))))
     _check_size(sizes, axes, len(members))
-    ranks = {int(rank) for rank in torch.as_tensor(mesh.mesh).flatten().tolist()}
+    by_coordinate = [int(rank) for rank in torch.as_tensor(mesh.mesh).flatten().tolist()]
+    ranks = set(by_coordinate)
     coordinate = mesh.get_coordinate()
     if ranks != set(members) or coordinate is None:
         raise InvalidRequest(
             f"the mesh holds the ranks {sorted(ranks)[:8]}, the group that saves holds {sorted(members)[:8]}",
             hint="pass the mesh of exactly the ranks that save together",
         )
-    return axes, sizes, tuple(int(place) for place in coordinate)
+    number = {rank: at for at, rank in enumerate(members)}
+    order = tuple(number[rank] for rank in by_coordinate)
+    return axes, sizes, tuple(int(place) for place in coordinate), () if order == tuple(range(len(order))) else order
 
 
 def _check_size(sizes: tuple[int, ...], axes: tuple[str, ...], world: int) -> None:

@@ -20,7 +20,7 @@ from ckptd.storage_backends.base import ObjectStore
 from .errors import CorruptError
 from .index_checks import DIGEST_ALGORITHM, DIGEST_BYTES, FINGERPRINT_ALGORITHM, check_header, check_section
 from .keys import IndexKey, StepId, chunk_key, parse_key
-from .record_checks import FORMAT_VERSION, SEGMENTED_FINGERPRINTS, UNCOMPARED_REPLICAS, corrupt
+from .record_checks import FORMAT_VERSION, RANK_ORDER, SEGMENTED_FINGERPRINTS, UNCOMPARED_REPLICAS, corrupt
 
 MAGIC = b"CKPTDIX1"
 FRAME_BYTES = 16
@@ -68,6 +68,8 @@ def build_index(header: IndexHeader, sections: Sequence[RankSection]) -> bytes:
         made.required_features.append(UNCOMPARED_REPLICAS)
     if made.segmented_algorithm and SEGMENTED_FINGERPRINTS not in made.required_features:
         made.required_features.append(SEGMENTED_FINGERPRINTS)
+    if made.mesh.rank_order and RANK_ORDER not in made.required_features:
+        made.required_features.append(RANK_ORDER)
     blobs = [section.SerializeToString(deterministic=True) for section in ordered]
     digests = [blake3.blake3(blob).digest() for blob in blobs]
     header_bytes = _header_with_offsets(made, [section.rank for section in ordered], blobs, digests)

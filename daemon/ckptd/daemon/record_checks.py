@@ -23,7 +23,9 @@ UNCOMPARED_REPLICAS = "uncompared-replicas"
 """Feature of an index in which fingerprints of replicas are zeros on purpose: who does not know it takes them for bits."""
 SEGMENTED_FINGERPRINTS = "segmented-fingerprints"
 """Feature of an index in which replicas are compared by a second column, and are zeros in the first: likewise."""
-KNOWN_FEATURES: frozenset[str] = frozenset({UNCOMPARED_REPLICAS, SEGMENTED_FINGERPRINTS})
+RANK_ORDER = "rank-order"
+"""Feature of an index of a mesh whose ranks are not numbered row-major: who does not know it takes ranks for coordinates."""
+KNOWN_FEATURES: frozenset[str] = frozenset({UNCOMPARED_REPLICAS, SEGMENTED_FINGERPRINTS, RANK_ORDER})
 """Entries of `required_features` this program knows how to honour."""
 
 
@@ -181,6 +183,8 @@ def check_mesh(mesh: Mesh, world: int, where: str) -> None:
         raise corrupt(where, f"mesh axes {list(mesh.axes)} do not go with sizes {list(mesh.sizes)}")
     if world < 1 or math.prod(mesh.sizes) != world:
         raise corrupt(where, f"mesh sizes {list(mesh.sizes)} do not make a world of {world}")
+    if len(mesh.rank_order) not in {0, 32}:
+        raise corrupt(where, f"the mesh's order of ranks is no SHA-256 but {len(mesh.rank_order)} bytes")
 
 
 def _step_id(entry: StepRef, where: str) -> StepId:

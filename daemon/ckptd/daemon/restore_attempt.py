@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptd.daemon import any_mesh, restore_plan
@@ -74,14 +74,16 @@ class Attempt:
         """The coordinator's number of the attempt."""
         return self.chosen.attempt
 
-    async def read(self, store: ObjectStore, about: AttachRequest, ranks: Sequence[int]) -> Stored:
-        """Read the step's indexes, until the deadline: a thread may hang in the store for longer.
+    async def read(self, store: ObjectStore, about: AttachRequest, places: Mapping[int, Sequence[int]]) -> Stored:
+        """Read the step's indexes for ranks at these coordinates, until the deadline: a thread may hang in the store for longer.
 
         Raises:
             DaemonError: DEADLINE_EXCEEDED, naming the object; or as `restore_plan.load` says.
         """
         reading: set[str] = set()
-        load = functools.partial(restore_plan.load, store, self.chosen, about.mesh, about.world, ranks, reading=reading)
+        load = functools.partial(
+            restore_plan.load, store, self.chosen, about.mesh, about.world, places, reading=reading
+        )
         loading = asyncio.get_running_loop().run_in_executor(None, load)
         await asyncio.wait({loading}, timeout=max(0.0, self.deadline - time.monotonic()))
         if not loading.done():

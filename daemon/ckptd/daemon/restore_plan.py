@@ -18,7 +18,7 @@ import numpy as np
 from ckptd.daemon import keys, records
 from ckptd.daemon.any_mesh import Wanted, objects_of, offer
 from ckptd.daemon.arena import Arena
-from ckptd.daemon.errors import CorruptError
+from ckptd.daemon.errors import CorruptError, DaemonError
 from ckptd.daemon.fetched import Fetched, Needs
 from ckptd.daemon.fetcher import Fetcher
 from ckptd.daemon.index import OpenIndex, chunk_refs, open_index
@@ -29,6 +29,7 @@ from ckptd.daemon.reshard import StoredRows
 from ckptd.daemon.slots import SlotFile
 from ckptd.protos.agent_pb2 import FetchedPart, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
+from ckptd.protos.error_pb2 import REASON_LAYOUT_MISMATCH
 from ckptd.protos.snapshot_pb2 import IndexRef, Mesh, RankSection
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound
@@ -88,7 +89,7 @@ def load(
     chosen: CoordinatorMessage.RestoreChosen,
     mesh: Mesh,
     world: int,
-    ranks: Sequence[int],
+    places: Mapping[int, Sequence[int]],
     *,
     reading: set[str] | None = None,
 ) -> Stored:
@@ -99,11 +100,12 @@ def load(
         chosen: The step.
         mesh: Of this run.
         world: Of this run.
-        ranks: Of this node.
+        places: By rank of this node: its coordinate.
         reading: Holds the keys that are being read at any moment, for whoever gives up waiting.
 
     Raises:
         CorruptError: an index or the claim is gone or damaged.
+        DaemonError: LAYOUT_MISMATCH, an older program saved it on an equal mesh whose ranks are numbered otherwise.
         StorageError: the store failed.
     """
     committed = chosen.committed
@@ -115,12 +117,29 @@ def load(
         indexes.read(set(nodes.values()))
         sections = {rank: indexes.section(nodes[rank], rank) for rank in sorted(nodes)}
         return Stored(sections=sections, other_mesh=True, offered=list(offer(sections)))
-    indexes.read({nodes[rank] for rank in ranks})
-    sections = {rank: indexes.section(nodes[rank], rank) for rank in ranks}
+    indexes.read({nodes[rank] for rank in places})
+    sections = {rank: indexes.section(nodes[rank], rank) for rank in places}
+    _require_places(chosen.step.step, sections, places)
     writers = set().union(*(_writers(section) for section in sections.values())) - set(sections)
     indexes.read({nodes[rank] for rank in writers})
     sections |= {rank: indexes.section(nodes[rank], rank) for rank in sorted(writers)}
     return Stored(sections=sections)
+
+
+def _require_places(step: int, sections: Mapping[int, RankSection], places: Mapping[int, Sequence[int]]) -> None:
+    """Refuse to give a rank what another coordinate stored: records of older programs do not say how ranks were numbered."""
+    for rank, place in places.items():
+        stored = list(sections[rank].coordinate)
+        if stored != list(place):
+            raise DaemonError.of(
+                f"step {step}: rank {rank} stands at {list(place)}; the rank {rank} that saved stood at {stored}, on a mesh of "
+                "equal axes",
+                reason=REASON_LAYOUT_MISMATCH,
+                hint="restore with a DeviceMesh that numbers its ranks as the one that saved did",
+                step=step,
+                rank=rank,
+                phase="restore",
+            )
 
 
 def _writers(section: RankSection) -> set[int]:

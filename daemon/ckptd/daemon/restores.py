@@ -222,7 +222,8 @@ class NodeRestore:
         try:
             stored = self._kept[1] if self._kept is not None and self._kept[0] == chosen.committed else None
             if stored is None:
-                stored = await attempt.read(self._held.store, about, sorted(self._link.ranks))
+                places = {rank: list(session.about.coordinate) for rank, session in sorted(self._link.ranks.items())}
+                stored = await attempt.read(self._held.store, about, places)
             if about.options.read_only:
                 self._kept = (chosen.committed, stored)
         except Exception as failure:  # told to the coordinator: another step, or an error on all ranks

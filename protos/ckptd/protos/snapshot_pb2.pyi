@@ -94,6 +94,11 @@ class Mesh(google.protobuf.message.Message):
 
     AXES_FIELD_NUMBER: builtins.int
     SIZES_FIELD_NUMBER: builtins.int
+    RANK_ORDER_FIELD_NUMBER: builtins.int
+    rank_order: builtins.bytes
+    """Which rank stands where: SHA-256 of the ranks by coordinate, row-major, u32 little-endian each; empty where they are 0, 1, 2 and so on.
+    Records of older programs leave it out on every mesh.
+    """
     @property
     def axes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Axis names, e.g. "pp", "dp_shard", "tp"."""
@@ -107,8 +112,9 @@ class Mesh(google.protobuf.message.Message):
         *,
         axes: collections.abc.Iterable[builtins.str] | None = ...,
         sizes: collections.abc.Iterable[builtins.int] | None = ...,
+        rank_order: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["axes", b"axes", "sizes", b"sizes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["axes", b"axes", "rank_order", b"rank_order", "sizes", b"sizes"]) -> None: ...
 
 global___Mesh = Mesh
 
