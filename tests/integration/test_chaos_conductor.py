@@ -196,12 +196,17 @@ def test_an_undisturbed_run_is_kept_per_command_and_code(tmp_path: Path, monkeyp
     monkeypatch.setattr(cache, "code_digest", lambda _script: version[0])
     folder = tmp_path / "cache"
     scenario = load("rank-killed-between-saves")
+    seen: list[Event] = []
     for number, (code, more) in enumerate((("a", ()), ("a", ()), ("a", ("--steps", "16")), ("b", ()))):
         version[0] = code
         out = tmp_path / str(number)
         out.mkdir()
-        report = run_trial(stage(out, *more), scenario, store="local", seed=1, cache_folder=folder)
+        seen.clear()
+        report = run_trial(stage(out, *more, seen=seen), scenario, store="local", seed=1, cache_folder=folder)
         assert report.verdict is Verdict.PASS, problems(report)
+        notes = [report.cached()] if number == 1 else []
+        assert [event.fields["note"] for event in seen if event.kind == "cached"] == notes
+        assert ("taken from the cache; --no-cache runs it anew" in report.cached()) is (number == 1)
     assert [(tmp_path / str(number) / "undisturbed").exists() for number in range(4)] == [True, False, True, True]
 
 

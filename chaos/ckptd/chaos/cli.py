@@ -106,7 +106,14 @@ def run(
         Path | None, typer.Option(help="Folder for all evidence. [default: a temporary one, removed after a pass]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    cached: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep the undisturbed run.")] = True,
+    cached: Annotated[
+        bool,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Take the undisturbed run from an earlier command, and keep it for later ones. Of changes only those "
+            "of .py files beside the script are seen.",
+        ),
+    ] = False,
     twice: Annotated[
         bool,
         typer.Option("--twice/--once", help="Do the undisturbed run twice, to see that the script is deterministic."),

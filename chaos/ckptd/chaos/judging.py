@@ -42,6 +42,7 @@ def judge(record: Record, out: Path) -> Report:
         told_replay=record.replay,
         unfit=record.unfit,
         preset=record.preset,
+        cached_at=record.cached_at,
     )
     return _with_findings(base, record)
 

@@ -37,10 +37,12 @@ class Undisturbed:
     Attributes:
         first: Of one run.
         repeat: Of a second one; None where it was run once.
+        cached_at: When they were run, seconds since the epoch, where that was before this trial; else 0.
     """
 
     first: Evidence
     repeat: Evidence | None = None
+    cached_at: float = 0.0
 
 
 class Lead:
@@ -61,7 +63,9 @@ class Lead:
 
     def can_be_judged(self, undisturbed: Undisturbed) -> bool:
         """Take what the script leaves undisturbed; say whether its runs are alike, so that hurting it tells anything."""
-        self.record = replace(self.record, undisturbed=undisturbed.first, repeat=undisturbed.repeat)
+        self.record = replace(
+            self.record, undisturbed=undisturbed.first, repeat=undisturbed.repeat, cached_at=undisturbed.cached_at
+        )
         return not nondeterminism(self.record)
 
     def begin_anew(self) -> None:

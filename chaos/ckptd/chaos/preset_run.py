@@ -141,7 +141,7 @@ def _trial(stage: Stage, scenario: Scenario, store: Store, before: Record) -> Re
     mine = replace(stage, out=stage.out / scenario.name)
     for attempt in range(1, _TRIES + 1):
         record = begin_record(mine, scenario, store=before.store, seed=before.seed)
-        lead = Lead(replace(record, undisturbed=before.undisturbed, repeat=before.repeat))
+        lead = Lead(replace(record, undisturbed=before.undisturbed, repeat=before.repeat, cached_at=before.cached_at))
         faults = planned(mine, scenario, store=before.store, seed=before.seed)
         root = scenario.name if attempt == 1 else f"{scenario.name}-{attempt}"
         with lead:

@@ -159,7 +159,14 @@ def soak(
     timeout: Annotated[
         float | None, typer.Option(min=1, help="Bound of each run, seconds. [default: 300; of a SCRIPT: 600]")
     ] = None,
-    cached: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep SCRIPT's undisturbed run.")] = True,
+    cached: Annotated[
+        bool,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Take SCRIPT's undisturbed runs from an earlier command, and keep them for later ones. Of changes only "
+            "those of .py files beside it are seen.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Hurt a job by random schedules of several faults each, and judge every run: 0 pass, 1 fail, 3 unknown, 2 usage.

@@ -53,6 +53,7 @@ def _suite(report: Report) -> ET.Element:
         ("ranks per node", report.nproc),
         ("replay", report.replay),
         ("evidence", report.out),
+        ("undisturbed run", report.cached() or "run anew"),
     ):
         ET.SubElement(properties, "property", name=key, value=clean(str(value)))
     for finding in report.findings:

@@ -72,6 +72,7 @@ def _index(trials: Sequence[Report], folder: Path) -> str:
         tag("div", verdict, class_=f"verdict {verdict}"),
         tag("h1", f"{len(trials)} trial{'s' * (len(trials) != 1)}"),
         tag("p", f"{said}; {duration(seconds)} in all", class_="say"),
+        *(tag("p", words, class_="where") for words in dict.fromkeys(report.cached() for report in trials) if words),
         tag("p", *(join((chip(f"{failure}: {count}", "fail"), " ")) for failure, count in _classes(trials).items())),
         class_=f"card hero {verdict}",
     )
