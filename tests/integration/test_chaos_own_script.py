@@ -76,6 +76,20 @@ def test_a_script_that_forgets_its_loader_fails_a_test_that_names_the_loader(pyt
     )
 
 
+def test_a_script_that_begins_anew_each_time_is_told_to_restore(tmp_path: Path) -> None:
+    """It trains the very bits of the undisturbed run again, so that nothing diverges; the report names restore() all the same."""
+    out = tmp_path / "out"
+    only = ("--only", "rank-killed-while-uploading", "--once", "--seed", "1", "--nproc", "1")
+    ended = chaos(out, *only, "--", str(FORGETFUL), "--forget", "restore")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    (report,) = json.loads((out / "report.json").read_text())["reports"]
+    assert [account["fired"] for account in report["accounts"]] == [True]
+    red = {finding["check"]: finding["text"] for finding in report["findings"] if finding["verdict"] == "fail"}
+    assert red["restored_newest"].startswith("launch 2 went on from step 0, but step")
+    assert "same_state_digests" not in red
+    assert "  likely: restore: launch 2 restored nothing, though step " in ended.stdout
+
+
 def test_a_script_that_does_not_use_the_client_is_said_so(tmp_path: Path) -> None:
     """Unknown, with an exit code of its own and what the script printed last; nobody is hurt."""
     out = tmp_path / "out"
