@@ -127,6 +127,17 @@ def test_a_script_that_does_not_get_through_undisturbed_is_unknown(tmp_path: Pat
     assert "boom" in problems(report)["trial"]
 
 
+def test_a_script_that_is_silent_for_too_long_is_told_the_way_out(tmp_path: Path) -> None:
+    """The bound is said, and the option that raises it: nobody has to look for it in the code."""
+    limits = replace(Limits.of_timeout(timedelta(seconds=60), relaunches=1), progress=timedelta(seconds=1))
+    silent = replace(stage(tmp_path, "--step-s", "3600"), limits=limits)
+    report = run_trial(silent, load("rank-killed-between-saves"), store="local", seed=7, cache_folder=None)
+    assert (report.verdict, report.exit_code) == (Verdict.UNKNOWN, 4)
+    told = problems(report)["trial"]
+    assert "the next sign of progress did not come within 1 s; last seen: " in told
+    assert "; where the script needs that long, a longer --timeout (timeout= of the fixture) gives it more" in told
+
+
 def test_a_script_that_is_not_deterministic_is_unknown_and_never_hurt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

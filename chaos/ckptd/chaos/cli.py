@@ -122,7 +122,12 @@ def run(
         str, typer.Option(help="How the network is hurt: netns, proxy; auto: netns where allowed.")
     ] = "auto",
     timeout: Annotated[
-        float | None, typer.Option(min=1, help="Bound of each run, seconds. [default: 600]", show_default=False)
+        float | None,
+        typer.Option(
+            min=1,
+            help="Bound of each run, seconds; half of it, and 150 s always, may be silent. [default: 600]",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Run SCRIPT under a scenario or a preset: 0 pass, 1 fail, 3 unknown, 4 the script cannot be judged, 2 wrong usage."""

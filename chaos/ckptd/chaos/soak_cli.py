@@ -157,7 +157,10 @@ def soak(
     shrink_tries: Annotated[int, typer.Option(min=1, help="Most schedules tried for each failure.")] = 40,
     shrink_minutes: Annotated[float, typer.Option(min=0.01, help="Most time for each failure.")] = 20.0,
     timeout: Annotated[
-        float | None, typer.Option(min=1, help="Bound of each run, seconds. [default: 300; of a SCRIPT: 600]")
+        float | None,
+        typer.Option(
+            min=1, help="Bound of each run, seconds; half of it may be silent. [default: 300; of a SCRIPT: 600]"
+        ),
     ] = None,
     cached: Annotated[
         bool,
@@ -220,17 +223,20 @@ def _script(command: list[str] | None, nnodes: int, nproc: int) -> tuple[str, ..
 
 def _setting(command: Sequence[str], nnodes: int, nproc: int, timeout: float | None, *, cached: bool) -> Setting:
     if not command:
-        limits = LIMITS if timeout is None else Limits(run=timedelta(seconds=timeout), relaunches=LIMITS.relaunches)
+        limits = LIMITS if timeout is None else _bounds(timeout)
         return Setting(nnodes=nnodes, nproc=nproc, command=COMMAND, is_small=True, limits=limits)
-    limits = Limits(run=timedelta(seconds=timeout or 600.0), relaunches=LIMITS.relaunches)
     return Setting(
         nnodes=nnodes,
         nproc=nproc,
         command=tuple(command),
         is_small=False,
-        limits=limits,
+        limits=_bounds(timeout or 600.0),
         cache_folder=default_cache() if cached else None,
     )
+
+
+def _bounds(timeout: float) -> Limits:
+    return Limits.of_timeout(timedelta(seconds=timeout), relaunches=LIMITS.relaunches)
 
 
 def _read(given: Path, nnodes: int, nproc: int, store: str) -> Scenario:
