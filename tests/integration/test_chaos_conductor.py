@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from ckptd.chaos import cache
+from ckptd.chaos.cluster.leash import descendants
 from ckptd.chaos.conductor import Limits
+from ckptd.chaos.ending import SignalledError
 from ckptd.chaos.history import Event
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.rebuild import rebuild
@@ -219,6 +222,25 @@ def test_an_undisturbed_run_is_kept_per_command_and_code(tmp_path: Path, monkeyp
         assert [event.fields["note"] for event in seen if event.kind == "cached"] == notes
         assert ("taken from the cache; --no-cache runs it anew" in report.cached()) is (number == 1)
     assert [(tmp_path / str(number) / "undisturbed").exists() for number in range(4)] == [True, False, True, True]
+
+
+def test_a_trial_that_is_broken_off_ends_what_it_started_and_says_so(tmp_path: Path) -> None:
+    """A signal in the midst of the hurt run: no process stays, and the report is unknown, with the reason."""
+    alive: list[int] = []
+
+    def signalled(run: str, event: Event) -> None:
+        if run == "hurt" and event.kind == "step":
+            alive.extend(descendants(os.getpid()))
+            raise SignalledError(signal.SIGTERM)
+
+    mine = replace(stage(tmp_path), observe=signalled)
+    with pytest.raises(SignalledError):
+        run_trial(mine, load("rank-killed-between-saves"), store="local", seed=7, cache_folder=None)
+    assert len(alive) >= 3
+    assert [pid for pid in alive if Path(f"/proc/{pid}").exists()] == []
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert (told["verdict"], told["headline"]) == ("unknown", "nothing proved: broken off by SIGTERM before its end")
+    assert {"report.html", "junit.xml"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_nothing_outlives_a_harness_that_is_killed(tmp_path: Path) -> None:

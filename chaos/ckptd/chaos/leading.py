@@ -13,6 +13,7 @@ from typing import Self
 
 from ckptd.chaos import fitness
 from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.ending import broken_off
 from ckptd.chaos.evidence import Evidence
 from ckptd.chaos.judging import nondeterminism
 from ckptd.chaos.record import Record
@@ -48,6 +49,8 @@ class Undisturbed:
 class Lead:
     """A trial under way. A context manager: what ends it early is written into the record, and goes no further.
 
+    But for an interrupt: that is written too, and goes on, for it ends more than the trial.
+
     Attributes:
         record: What there is of it; whoever leads a run puts it in.
     """
@@ -79,6 +82,8 @@ class Lead:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         del kind, traceback
+        if isinstance(error, KeyboardInterrupt):
+            self.record = replace(self.record, problem=broken_off(error))
         is_told = isinstance(error, (TrialError, ProcessError, RuntimeError, TimeoutError, OSError))
         if is_told:
             unfit = error.unfit if isinstance(error, TrialError) else None

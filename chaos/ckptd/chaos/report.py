@@ -22,6 +22,8 @@ from ckptd.chaos.diagnosis import Diagnosis
 from ckptd.chaos.figures import Figure
 from ckptd.chaos.verdict import FailureClass, Finding, Verdict, failure_counts, worst
 
+UNDISTURBED = "undisturbed"
+"""Name of a report over what all scenarios of a preset share, where that is in their way."""
 _COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNKNOWN: "yellow"}
 
 
@@ -91,7 +93,8 @@ class Report:
         """The command line that runs the same trial again."""
         if self.told_replay:
             return self.told_replay
-        what = ["--preset", self.preset, "--only", self.scenario] if self.preset else [self.source or self.scenario]
+        only = ["--only", self.scenario] if self.scenario != UNDISTURBED else []
+        what = ["--preset", self.preset, *only] if self.preset else [self.source or self.scenario]
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
         options += ["--network", self.network] if self.network != "auto" else []

@@ -9,12 +9,10 @@ import json
 import secrets
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +26,7 @@ from ckptd.chaos.cluster.launcher import MOST_NODES
 from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.command import CommandError, agreed, parse_command
 from ckptd.chaos.conductor import Limits
+from ckptd.chaos.ending import SignalledError, ends_in_order
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.summary import overall_verdict, write_summary
 from ckptd.chaos.scenario import Scenario
@@ -43,10 +42,6 @@ from ckptd.chaos.verdict import Verdict
 
 _USAGE = 2
 _SEEDS = 20
-
-
-class _SignalledError(KeyboardInterrupt):
-    """The soak is to end; the number of the signal is its argument."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +256,7 @@ def _run(plan: _Plan, folder: Path, console: Console, *, as_json: bool) -> int:
     """Run everything and print the summary, also of what was broken off; return the exit code."""
     done, telling, number = _Done(), Telling(console), 0
     try:
-        with _ends_in_order(), Soak(plan.setting, folder, observe=telling.see) as running:
+        with ends_in_order(), Soak(plan.setting, folder, observe=telling.see) as running:
             for seed, store, scenario in plan.runs():
                 name = scenario.name if plan.given is None else f"{scenario.name}-{store}"
                 telling.begin(name)
@@ -269,8 +264,8 @@ def _run(plan: _Plan, folder: Path, console: Console, *, as_json: bool) -> int:
                 done.reports.append(report)
                 telling.end(report)
                 _follow_up(plan, running, telling, done, report)
-    except _SignalledError as ended:
-        number = int(ended.args[0])
+    except SignalledError as ended:
+        number = ended.number
     finally:
         telling.close()
     verdict = overall_verdict(done.reports)
@@ -305,24 +300,6 @@ def _follow_up(plan: _Plan, running: Soak, telling: Telling, done: _Done, report
         )
         done.shrunk.append(shrunk)
         telling.reproduced(shrunk, plan.plain(store).replace("{file}", shlex.quote(shrunk.file), 1))
-
-
-@contextmanager
-def _ends_in_order() -> Iterator[None]:
-    """Turn the first signal to end into _SignalledError; a second one ends the harness at once, and all it started with it."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def end(number: int, _frame: object) -> NoReturn:
-        for one in numbers:
-            signal.signal(one, signal.SIG_DFL)
-        raise _SignalledError(number)
-
-    before = [signal.signal(number, end) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _refuse(text: str) -> NoReturn:

@@ -186,14 +186,19 @@ def run_trial(
     Raises:
         ScheduleError: The scenario does not fit the number of nodes and ranks.
         OSError: Evidence or report cannot be written.
+        KeyboardInterrupt: As it came; nothing is left running, and the report says that it was broken off.
     """
     faults = planned(stage, scenario, store=store, seed=seed)
     lead = Lead(begin_record(stage, scenario, store=store, seed=seed))
-    with lead:
-        require_here(stage, faults, store=store)
-        with open_store(store, stage.out / "store") as opened:
-            if lead.can_be_judged(undisturbed_runs(stage, opened, store, cache_folder, twice=twice)):
-                lead.record = hurt(stage, scenario, opened, lead.record, faults)
+    try:
+        with lead:
+            require_here(stage, faults, store=store)
+            with open_store(store, stage.out / "store") as opened:
+                if lead.can_be_judged(undisturbed_runs(stage, opened, store, cache_folder, twice=twice)):
+                    lead.record = hurt(stage, scenario, opened, lead.record, faults)
+    except KeyboardInterrupt:
+        conclude(stage, lead.record)
+        raise
     return conclude(stage, lead.record)
 
 
