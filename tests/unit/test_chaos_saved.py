@@ -439,6 +439,16 @@ def test_a_launch_before_which_nothing_was_listed_has_nothing_to_restore() -> No
     assert diagnose_restore(history()) is None
 
 
+@pytest.mark.parametrize("launches", [0, 1])
+def test_a_run_of_one_launch_has_nothing_to_restore(launches: int) -> None:
+    """Nor has one that was never launched."""
+    told = History()
+    for event in history(restored=None):
+        if event.kind != "launched" or event.fields["launch"] <= launches:
+            told.add(event)
+    assert diagnose_restore(told) is None
+
+
 def test_a_restored_step_that_is_not_used_is_named() -> None:
     """The state came back, and the loop began where it always does."""
     found = diagnose_restore(history(first=1))

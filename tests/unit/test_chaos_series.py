@@ -57,10 +57,12 @@ def series(out: Path, monkeypatch: pytest.MonkeyPatch, *, ends_at: str) -> tuple
         assert sound.undisturbed is not None
         return Undisturbed(first=sound.undisturbed)
 
-    def hurt(stage: Stage, *args: Any, **_options: object) -> Record:
+    def hurt(
+        stage: Stage, _scenario: object, _store: object, begun: Record, *_more: object, **_options: object
+    ) -> Record:
         if stage.out.name == ends_at:
             raise SignalledError(signal.SIGTERM)
-        return replace(args[2], performance=sound.performance, hurt=sound.hurt)
+        return replace(begun, performance=sound.performance, hurt=sound.hurt)
 
     def tell(report: Report) -> None:
         told.append(report)

@@ -23,7 +23,7 @@ class _Launch:
     Attributes:
         number: From 1.
         begun: Seconds since the epoch.
-        over: When the next one began; None for the last.
+        over: When the next one began; None for the last one.
         first: The first step that it trained.
         trained: When that was.
         restored: The step that rank 0 restored; None if none.
@@ -78,7 +78,7 @@ def _launches(history: History) -> list[_Launch]:
     """Return the launches after the first one that trained anything."""
     launched = history.of("launched", source="harness")
     found = []
-    for event, following in zip(launched[1:], [*launched[2:], None], strict=True):
+    for number, event in enumerate(launched[1:], start=2):
         source = f"script {event.fields['launch']}"
         trained = next((one for one in history.of("step", source=source) if one.step is not None), None)
         restored = next(iter(history.of("restored", source=source)), None)
@@ -88,7 +88,7 @@ def _launches(history: History) -> list[_Launch]:
             _Launch(
                 number=int(event.fields["launch"]),
                 begun=event.t,
-                over=None if following is None else following.t,
+                over=None if number == len(launched) else launched[number].t,
                 first=trained.step,
                 trained=trained.t,
                 restored=None if restored is None else restored.step,
