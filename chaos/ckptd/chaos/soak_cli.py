@@ -230,10 +230,6 @@ def _setting(command: Sequence[str], nnodes: int, nproc: int, timeout: float | N
     )
 
 
-def _bounds(timeout: float) -> Limits:
-    return Limits.of_timeout(timedelta(seconds=timeout), relaunches=LIMITS.relaunches)
-
-
 def _read(given: Path, nnodes: int, nproc: int, store: str) -> Scenario:
     try:
         scenario = load(str(given if given.suffix == ".toml" else given.with_suffix(".toml")))
@@ -300,6 +296,10 @@ def _follow_up(plan: _Plan, running: Soak, telling: Telling, done: _Done, report
         )
         done.shrunk.append(shrunk)
         telling.reproduced(shrunk, plan.plain(store).replace("{file}", shlex.quote(shrunk.file), 1))
+
+
+def _bounds(timeout: float) -> Limits:
+    return Limits.of_timeout(timedelta(seconds=timeout), relaunches=LIMITS.relaunches)
 
 
 def _refuse(text: str) -> NoReturn:
