@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from ckptd.chaos import cache
+from ckptd.chaos.cluster.leash import descendants
 from ckptd.chaos.conductor import Limits
+from ckptd.chaos.ending import SignalledError
 from ckptd.chaos.history import Event
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.rebuild import rebuild
@@ -127,6 +130,17 @@ def test_a_script_that_does_not_get_through_undisturbed_is_unknown(tmp_path: Pat
     assert "boom" in problems(report)["trial"]
 
 
+def test_a_script_that_is_silent_for_too_long_is_told_the_way_out(tmp_path: Path) -> None:
+    """The bound is said, and the option that raises it: nobody has to look for it in the code."""
+    limits = replace(Limits.of_timeout(timedelta(seconds=60), relaunches=1), progress=timedelta(seconds=1))
+    silent = replace(stage(tmp_path, "--step-s", "3600"), limits=limits)
+    report = run_trial(silent, load("rank-killed-between-saves"), store="local", seed=7, cache_folder=None)
+    assert (report.verdict, report.exit_code) == (Verdict.UNKNOWN, 4)
+    told = problems(report)["trial"]
+    assert "the next sign of progress did not come within 1 s; last seen: " in told
+    assert "; where the script needs that long, a longer --timeout (timeout= of the fixture) gives it more" in told
+
+
 def test_a_script_that_is_not_deterministic_is_unknown_and_never_hurt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,13 +210,37 @@ def test_an_undisturbed_run_is_kept_per_command_and_code(tmp_path: Path, monkeyp
     monkeypatch.setattr(cache, "code_digest", lambda _script: version[0])
     folder = tmp_path / "cache"
     scenario = load("rank-killed-between-saves")
+    seen: list[Event] = []
     for number, (code, more) in enumerate((("a", ()), ("a", ()), ("a", ("--steps", "16")), ("b", ()))):
         version[0] = code
         out = tmp_path / str(number)
         out.mkdir()
-        report = run_trial(stage(out, *more), scenario, store="local", seed=1, cache_folder=folder)
+        seen.clear()
+        report = run_trial(stage(out, *more, seen=seen), scenario, store="local", seed=1, cache_folder=folder)
         assert report.verdict is Verdict.PASS, problems(report)
+        notes = [report.cached()] if number == 1 else []
+        assert [event.fields["note"] for event in seen if event.kind == "cached"] == notes
+        assert ("taken from the cache; --no-cache runs it anew" in report.cached()) is (number == 1)
     assert [(tmp_path / str(number) / "undisturbed").exists() for number in range(4)] == [True, False, True, True]
+
+
+def test_a_trial_that_is_broken_off_ends_what_it_started_and_says_so(tmp_path: Path) -> None:
+    """A signal in the midst of the hurt run: no process stays, and the report is unknown, with the reason."""
+    alive: list[int] = []
+
+    def signalled(run: str, event: Event) -> None:
+        if run == "hurt" and event.kind == "step":
+            alive.extend(descendants(os.getpid()))
+            raise SignalledError(signal.SIGTERM)
+
+    mine = replace(stage(tmp_path), observe=signalled)
+    with pytest.raises(SignalledError):
+        run_trial(mine, load("rank-killed-between-saves"), store="local", seed=7, cache_folder=None)
+    assert len(alive) >= 3
+    assert [pid for pid in alive if Path(f"/proc/{pid}").exists()] == []
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert (told["verdict"], told["headline"]) == ("unknown", "nothing proved: broken off by SIGTERM before its end")
+    assert {"report.html", "junit.xml"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_nothing_outlives_a_harness_that_is_killed(tmp_path: Path) -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import yaml
+
+from ckptd.chaos.cluster.leash import descendants
+from ckptd.chaos.watch import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.mesh, pytest.mark.timeout(1500)]
 pytest_plugins = ["pytester"]
 
 HERE = Path(__file__).parent.parent
 TRAIN_MIN = HERE.parent / "examples" / "train_min.py"
+CI_PAGE = HERE.parent / "docs" / "chaos-ci.md"
 FORGETFUL = HERE / "fixtures" / "forgetful.py"
 
 
@@ -31,6 +40,13 @@ def chaos(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
         str(out),
     ]
     return subprocess.run([*command, *words], check=False, capture_output=True, text=True)
+
+
+def artifacts() -> list[str]:
+    """Return what docs/chaos-ci.md uploads from the folder of a series."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", CI_PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    paths = yaml.safe_load(text)["jobs"]["resumes"]["steps"][-1]["with"]["path"]
+    return [path.removeprefix("chaos-report/") for path in paths.split()]
 
 
 def test_the_smallest_example_passes_the_preset_for_ci(tmp_path: Path) -> None:
@@ -53,6 +69,14 @@ def test_the_smallest_example_passes_the_preset_for_ci(tmp_path: Path) -> None:
         *(report["scenario"] for report in told["reports"]),
         *("undisturbed", "repeat", "store"),
     }
+    # What the page on CI uploads is there under these names, and what the ranks printed is in it.
+    uploaded = [path for pattern in artifacts() for path in out.glob(pattern.rstrip("/"))]
+    assert [pattern for pattern in artifacts() if not list(out.glob(pattern.rstrip("/")))] == []
+    whole = {path for top in uploaded for path in ([top] if top.is_file() else top.rglob("*"))}
+    for report in told["reports"]:
+        of_it = {str(path.relative_to(out / report["scenario"])) for path in whole if report["scenario"] in path.parts}
+        assert {"report.html", "hurt/launches/1/0.err", "hurt/nodes/0/agent.log", "evidence/history.jsonl"} <= of_it
+    assert out / "undisturbed" / "launches" / "1" / "0.err" in whole
 
 
 def test_a_script_that_forgets_its_loader_fails_a_test_that_names_the_loader(pytester: pytest.Pytester) -> None:
@@ -74,6 +98,55 @@ def test_a_script_that_forgets_its_loader_fails_a_test_that_names_the_loader(pyt
             "page: *kept/*/index.html",
         ]
     )
+
+
+@pytest.mark.long
+def test_a_script_that_begins_anew_each_time_is_told_to_restore(tmp_path: Path) -> None:
+    """It trains the very bits of the undisturbed run again, so that nothing diverges; the report names restore() all the same."""
+    out = tmp_path / "out"
+    only = ("--only", "rank-killed-while-uploading", "--once", "--seed", "1", "--nproc", "1")
+    ended = chaos(out, *only, "--", str(FORGETFUL), "--forget", "restore")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    (report,) = json.loads((out / "report.json").read_text())["reports"]
+    assert [account["fired"] for account in report["accounts"]] == [True]
+    red = {finding["check"]: finding["text"] for finding in report["findings"] if finding["verdict"] == "fail"}
+    assert red["restored_newest"].startswith("launch 2 went on from step 0, but step")
+    assert "same_state_digests" not in red
+    assert "  likely: restore: launch 2 restored nothing, though step " in ended.stdout
+
+
+def test_an_interrupt_ends_everything_and_names_the_folder(tmp_path: Path) -> None:
+    """As a terminal sends it, to all processes of the group: nothing stays, and what there is so far is where it says."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-m", "ckptd.daemon.cli", "chaos", "run", "--preset", "ci", "--nproc", "1"]
+    running = subprocess.Popen(
+        [*command, "--", str(FORGETFUL), "--steps", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        start_new_session=True,
+    )
+    try:
+        begun = "ckptd-chaos-*/undisturbed/nodes/0/events.jsonl"
+        assert wait_until(
+            lambda: any(b'"staged"' in path.read_bytes() for path in temporary.glob(begun)), within=timedelta(minutes=4)
+        )
+        (out,) = (path.parents[3] for path in temporary.glob(begun))
+        children = descendants(running.pid)
+        assert len(children) >= 4
+        os.killpg(running.pid, signal.SIGINT)
+        said, _ = running.communicate(timeout=240)
+    finally:
+        running.kill()
+        running.wait()
+    assert running.returncode == 128 + signal.SIGINT, said
+    assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
+    assert f"broken off by SIGINT before its end; nothing is left running. What was seen so far: {out}\n" in said
+    assert list(temporary.glob("ckptd*")) == [out]
+    assert len(json.loads((out / "report.json").read_text())["open"]) == 5
+    assert (out / "undisturbed" / "report.html").is_file()
 
 
 def test_a_script_that_does_not_use_the_client_is_said_so(tmp_path: Path) -> None:

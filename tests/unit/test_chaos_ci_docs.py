@@ -12,7 +12,8 @@ import typer
 import yaml
 
 from ckptd.chaos.cli import app
-from ckptd.chaos.preset import parse_preset
+from ckptd.chaos.preset import load_preset, parse_preset
+from ckptd.chaos.preset_run import TRIES
 from ckptd.chaos.request import read_request
 from ckptd.chaos.scenario_reader import ScenarioError
 
@@ -37,6 +38,12 @@ def accepted(line: str) -> None:
     assert len(asked.scenarios) > 1
 
 
+def read_timeout(line: str) -> int:
+    """Return the bound of each run, seconds."""
+    words = shlex.split(line)
+    return int(words[words.index("--timeout") + 1]) if "--timeout" in words else load_preset("ci").timeout_s
+
+
 @pytest.fixture(autouse=True)
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").touch()
@@ -57,6 +64,11 @@ def test_the_job_for_github_parses_and_its_command_is_accepted() -> None:
     (run,) = [step["run"] for step in job["steps"] if "chaos" in step.get("run", "")]
     accepted(run)
     out = shlex.split(run)[shlex.split(run).index("--out") + 1]
+    bound = read_timeout(run)
+    runs = 2 + TRIES * len(load_preset("ci").scenarios)
+    (limit,) = [step["timeout-minutes"] for step in job["steps"] if step.get("run") == run]
+    # A hang in each run ends with a verdict, not with a killed step; and the upload has its time.
+    assert runs * bound < 60 * limit < 60 * job["timeout-minutes"]
     upload = job["steps"][-1]
     assert upload["if"] == "always()"
     assert all(path.startswith(f"{out}/") for path in upload["with"]["path"].split())

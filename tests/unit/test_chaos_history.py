@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 
 from ckptd.chaos import cache
+from ckptd.chaos.cli import app
 from ckptd.chaos.evidence import Evidence, EvidenceError, read_audits, read_digests
 from ckptd.chaos.history import Event, History, parse_event, parse_output, step_in_flight
+from ckptd.chaos.leading import Undisturbed
 from ckptd.chaos.root import DecisionFact, RootFacts
 from ckptd.chaos.watch import Tail, Watcher
 
@@ -122,3 +125,42 @@ def test_the_code_digest_sees_the_scripts_own_folder(tmp_path: Path) -> None:
     assert cache.code_digest(script) == first
     (tmp_path / "model.py").write_text("b")
     assert cache.code_digest(script) != first
+
+
+def test_the_code_digest_looks_into_no_virtual_environment_and_no_hidden_folder(tmp_path: Path) -> None:
+    """What lies beside the script by chance is not the script's: it is neither read nor waited for."""
+    script = tmp_path / "train.py"
+    script.write_text("a")
+    first = cache.code_digest(script)
+    (tmp_path / "env").mkdir()
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    for folder in ("env/lib", ".tox/py"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.py").write_text("b")
+    assert cache.code_digest(script) == first
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "model.py").write_text("b")
+    assert cache.code_digest(script) != first
+
+
+def test_two_undisturbed_runs_of_one_entry_are_of_one_time(tmp_path: Path) -> None:
+    """A run that was kept alone is no half of a pair: between it and another one the code may have changed."""
+    one, other = Evidence(losses=((1, "a"),)), Evidence(losses=((1, "b"),))
+    assert cache.load(tmp_path, "k", twice=False) is None
+    cache.save(tmp_path, "k", Undisturbed(first=one), begun=7.0)
+    assert cache.load(tmp_path, "k", twice=False) == Undisturbed(first=one, cached_at=7.0)
+    assert cache.load(tmp_path, "k", twice=True) is None
+    cache.save(tmp_path, "k", Undisturbed(first=other, repeat=other), begun=8.0)
+    pair = Undisturbed(first=other, repeat=other, cached_at=8.0)
+    assert cache.load(tmp_path, "k", twice=True) == cache.load(tmp_path, "k", twice=False) == pair
+    (tmp_path / "k.json").write_text(one.to_json())
+    assert cache.load(tmp_path, "k", twice=False) is None
+
+
+@pytest.mark.parametrize("verb", ["run", "soak"])
+def test_nothing_is_taken_from_an_earlier_command_unasked(verb: str) -> None:
+    """What a script imports from elsewhere, its data and its settings may have changed: only its owner can know."""
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    for words, cached in (([], False), (["--cache"], True), (["--no-cache"], False)):
+        with command.make_context(verb, [*words, "node-lost", "--", "train.py"]) as context:
+            assert context.params["cached"] is cached

@@ -65,6 +65,30 @@ def test_options_win_over_a_torchrun_line_and_both_over_the_preset(tmp_path: Pat
     assert alone.preset is None
 
 
+@pytest.mark.parametrize(
+    ("preset", "timeout", "bounds"),
+    [
+        (None, None, (600, 300)),
+        ("ci", None, (300, 150)),
+        ("ci", 3000, (3000, 1500)),
+        ("ci", 60, (60, 150)),
+        ("p.toml", None, (4000, 2000)),
+    ],
+)
+def test_the_longest_silence_grows_with_the_bound_of_a_run(
+    preset: str | None, timeout: float | None, bounds: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that compiles or downloads for long needs one option, not two, and the preset's file counts as well."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.toml").write_text(NAMES + "timeout_s = 4000\n")
+    (tmp_path / "train.py").touch()
+    first, rest = ("train.py", []) if preset else ("node-lost", ["train.py"])
+    asked = read_request(first, rest, preset=preset, timeout=timeout)
+    limits = asked.stage(tmp_path, lambda _run, _event: None).limits
+    assert (limits.run.total_seconds(), limits.progress.total_seconds()) == bounds
+    assert "a longer --timeout" in limits.way_out
+
+
 def test_a_scenario_of_a_preset_can_be_run_alone(tmp_path: Path) -> None:
     """By its name; any other is refused, and so is a scenario beside a preset."""
     script = tmp_path / "train.py"

@@ -368,6 +368,24 @@ def test_a_summary_counts_verdicts_and_classes_and_links_to_each_trial(tmp_path:
     assert len(ET.parse(tmp_path / "junit.xml").getroot().findall("testsuite")) == 4  # noqa: S314 - our own
 
 
+def test_a_kept_undisturbed_run_is_said_in_every_report(tmp_path: Path) -> None:
+    """Whoever reads a verdict sees that one side of the comparison is older; where it is not, nothing is said."""
+    note = "undisturbed run of 2026-11-30 10:40:00 UTC taken from the cache; --no-cache runs it anew"
+    for cached_at, count in ((1796035200.0, 1), (0.0, 0)):
+        out = tmp_path / str(count)
+        out.mkdir()
+        told = replace(record(), cached_at=cached_at)
+        report = judge(told, out)
+        write_report(report, told)
+        write_summary([report, report], out)
+        for name in ("report.html", "junit.xml", "report.json", "index.html"):
+            assert (note in (out / name).read_text()) is bool(count), name
+        assert (out / "index.html").read_text().count(note) == count
+        console = Console(file=io.StringIO(), width=200)
+        render(report, console)
+        assert (note in console.file.getvalue()) is bool(count)  # type: ignore[attr-defined]
+
+
 def test_a_summary_of_nothing_is_unknown(tmp_path: Path) -> None:
     """No trial is no proof."""
     write_summary([], tmp_path)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from ckptd.chaos import fitness
 from ckptd.chaos.checkers import bits
@@ -18,7 +21,8 @@ from ckptd.chaos.history import Event, History, said_for_script
 from ckptd.chaos.judging import judge, nondeterminism
 from ckptd.chaos.nemesis.injector import Struck
 from ckptd.chaos.record import Record, load_record, save_record
-from ckptd.chaos.report import exit_code
+from ckptd.chaos.report import exit_code, render_line
+from ckptd.chaos.restore_diagnosis import diagnose_restore
 from ckptd.chaos.root import DecisionFact, RootFacts, read_root
 from ckptd.chaos.saved import SavedState
 from ckptd.chaos.saved_diagnosis import diagnose_saved
@@ -75,8 +79,8 @@ def hurt(wrong: Mapping[int, tuple[str, ...]], *untracked: Untracked, kinds: Map
     return evidence(states, untracked=untracked, kinds=kinds)
 
 
-def history(*, restored: int | None = RESTORED) -> History:
-    """Launch 1 saves steps 1 to 3, launch 2 goes on from there."""
+def history(*, restored: int | None = RESTORED, asked: bool = False, first: int | None = None) -> History:
+    """Launch 1 saves steps 1 to 3, launch 2 goes on from there; or from `first`, whatever it restored."""
     told = History()
 
     def say(t: float, source: str, kind: str, **fields: object) -> None:
@@ -91,9 +95,12 @@ def history(*, restored: int | None = RESTORED) -> History:
     say(5.0, "harness", "fault", do="kill", fired=True)
     say(6.0, "harness", "launched", launch=2)
     say(7.0, "agent 0", "claimed", timeline=T2)
+    say(7.5, "agent 0", "resolved", timeline=T2, listed=list(range(1, RESTORED + 1)), adopted=[])
+    if asked:
+        say(7.6, "agent 0", "restore_chosen", step=None)
     if restored is not None:
         say(8.0, "script 2", "restored", step=restored, tier="memory")
-    for step in range((restored or 0) + 1, LAST + 1):
+    for step in range((restored or 0) + 1 if first is None else first, LAST + 1):
         say(8.0 + step, "client 0", "save_returned", rank=0, step=step)
         say(8.0 + step, "script 2", "step", step=step)
     return told
@@ -153,15 +160,6 @@ def test_where_nothing_untracked_was_seen_the_kinds_that_are_not_tracked_are_nam
     diagnosis = found({4: (WEIGHT, MOMENT)}, without="loader")
     assert diagnosis.cause == "loader or generator"
     assert "No loader and no generator of its own is tracked" in diagnosis.advice
-
-
-def test_a_launch_that_restored_nothing_is_told_to() -> None:
-    """There was something to restore, and the script did not ask."""
-    states = [state(step, T2, (WEIGHT,)) for step in range(1, LAST + 1)]
-    diagnosis = diagnose_saved(undisturbed(), evidence(states), history(restored=None), repeated=True)
-    assert diagnosis is not None
-    assert diagnosis.cause == "restore"
-    assert "call restore()" in diagnosis.advice
 
 
 def still(timeline: str, python: str, *, moves: bool = False) -> Evidence:
@@ -398,3 +396,75 @@ def test_two_undisturbed_runs_that_saved_other_things_are_not_deterministic(tmp_
     """The first step and the names are said, though nothing is printed."""
     wavers = replace(record(hurt({})), repeat=hurt({2: (WEIGHT,)}))
     assert nondeterminism(wavers) == f"two undisturbed runs differ first at step 2, saved: {WEIGHT}"
+
+
+def begun_anew(**how: Any) -> Record:
+    """Launch 2 starts from step 1, and trains the very bits again: both timelines list them."""
+    states = [state(step, T1) for step in range(1, RESTORED + 1)] + [state(step, T2) for step in range(1, LAST + 1)]
+    return record(evidence(states), told=history(restored=None, **how))
+
+
+def test_a_launch_that_restored_nothing_is_told_to_though_every_bit_is_right(tmp_path: Path) -> None:
+    """A deterministic script that begins anew differs nowhere: what is lost is told by the launches, and first of all."""
+    report = judge(begun_anew(), tmp_path)
+    assert report.verdict is Verdict.FAIL
+    red = {one.check: one.text for one in report.findings if one.verdict is Verdict.FAIL}
+    assert red["restored_newest"] == "launch 2 went on from step 0, but step 3 was listed"
+    assert "same_state_digests" not in red
+    assert report.diagnosis is not None
+    assert (report.diagnosis.cause, report.diagnosis.launch, report.diagnosis.step) == ("restore", 2, 1)
+    assert report.diagnosis.advice.startswith(
+        "launch 2 restored nothing, though step 3 was listed, and went on with step 1: call"
+    )
+    console = Console(file=io.StringIO(), width=300)
+    render_line(report, console)
+    assert "likely: restore: launch 2 restored nothing" in console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_restore_that_was_asked_for_and_not_given_is_not_the_scripts_fault(tmp_path: Path) -> None:
+    """The coordinator answered that there is nothing, though it had found a step: nobody is told to call restore()."""
+    report = judge(begun_anew(asked=True), tmp_path)
+    assert report.verdict is Verdict.FAIL
+    assert report.diagnosis is None
+
+
+def test_a_launch_before_which_nothing_was_listed_has_nothing_to_restore() -> None:
+    """To begin anew is right then."""
+    told = History()
+    for event in history(restored=None):
+        fields = {**event.fields, "listed": []} if event.kind == "resolved" else event.fields
+        told.add(replace(event, fields=fields))
+    assert diagnose_restore(history(restored=None)) is not None
+    assert diagnose_restore(told) is None
+    assert diagnose_restore(history()) is None
+
+
+@pytest.mark.parametrize("launches", [0, 1])
+def test_a_run_of_one_launch_has_nothing_to_restore(launches: int) -> None:
+    """Nor has one that was never launched."""
+    told = History()
+    for event in history(restored=None):
+        if event.kind != "launched" or event.fields["launch"] <= launches:
+            told.add(event)
+    assert diagnose_restore(told) is None
+
+
+def test_a_restored_step_that_is_not_used_is_named() -> None:
+    """The state came back, and the loop began where it always does."""
+    found = diagnose_restore(history(first=1))
+    assert found is not None
+    assert (found.cause, found.restored, found.after_restore) == ("restore", RESTORED, "not used")
+    assert found.advice.startswith("launch 2 restored step 3, and went on with step 1: go on with the step after")
+
+
+def test_a_step_that_is_trained_twice_names_the_loop() -> None:
+    """The loop goes on with the step that came back, not with the next one."""
+    told = diagnose_saved(undisturbed(), hurt_from(RESTORED), history(first=RESTORED), repeated=True)
+    assert told is not None
+    assert told.cause == "restore"
+    assert told.advice.startswith("step 3 was trained again after step 3 was restored")
+
+
+def hurt_from(first: int) -> Evidence:
+    states = [state(step, T1) for step in range(1, RESTORED + 1)]
+    return evidence(states + [state(step, T2, (WEIGHT,)) for step in range(first, LAST + 1)])

@@ -1,7 +1,9 @@
-"""Keeps the evidence of undisturbed runs, so that each is run once per command and version of the code.
+"""Keeps the evidence of undisturbed runs, for those who ask for it: what a script is made of cannot be seen from outside.
 
-Owns: what makes two runs the same, and files in a folder outside of any repository. Does not own: evidence itself.
-Invariant: an entry is whole or not there, and one that cannot be read is as good as none.
+Owns: what is taken for the same run, and files in a folder outside of any repository. Does not own: evidence itself, nor
+who may use what was kept: a key sees the command and the `.py` files beside the script, not modules elsewhere, data,
+settings, other packages or the environment. Invariants: an entry is whole or not there, and one that cannot be read is as
+good as none; two runs of one entry were done one after the other, so that a difference is the script's own.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import ckptd
 from ckptd.chaos.evidence import Evidence, EvidenceError
+from ckptd.chaos.leading import Undisturbed
 
 _MOST_ENTRIES = 50
 
@@ -42,7 +45,7 @@ def cache_key(command: Sequence[str], *, nnodes: int, nproc: int, store: str, co
 
 
 def code_digest(script: Path) -> str:
-    """Return a digest of all that can change a run: ckptd's code, the script's folder, Python and torch."""
+    """Return a digest of what is looked at: ckptd's code, the `.py` files of the script's folder, Python and torch."""
     digest = hashlib.sha256(platform.python_version().encode())
     with suppress(metadata.PackageNotFoundError):
         digest.update(metadata.version("torch").encode())
@@ -53,21 +56,42 @@ def code_digest(script: Path) -> str:
 
 
 def _sources(folders: Iterable[Path]) -> set[tuple[Path, Path]]:
-    return {(folder, path) for folder in folders for path in folder.rglob("*.py") if path.is_file()}
+    return {(folder, path) for folder in folders for path in _modules(folder)}
 
 
-def load(folder: Path, key: str) -> Evidence | None:
-    """Return the evidence kept under `key`; None if there is none."""
-    with suppress(OSError, EvidenceError):
-        return Evidence.from_json((folder / f"{key}.json").read_text(encoding="utf-8"))
+def _modules(folder: Path) -> Iterator[Path]:
+    """Yield the `.py` files of a folder, without hidden folders and virtual environments beside a script."""
+    for path, folders, files in os.walk(folder):
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and not (Path(path) / name / "pyvenv.cfg").exists()
+        ]
+        yield from (Path(path) / name for name in files if name.endswith(".py") and (Path(path) / name).is_file())
+
+
+def load(folder: Path, key: str, *, twice: bool) -> Undisturbed | None:
+    """Return what is kept under `key`, with the time at which it was run; None if there is nothing.
+
+    Args:
+        folder: Where.
+        key: See `cache_key`.
+        twice: Two runs are wanted: one that was done alone is as good as none, for another one now would be of other code.
+    """
+    with suppress(OSError, EvidenceError, ValueError, KeyError, TypeError):
+        told = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        first = Evidence.from_json(told["first"])
+        repeat = None if told["repeat"] is None else Evidence.from_json(told["repeat"])
+        if repeat is not None or not twice:
+            return Undisturbed(first=first, repeat=repeat, cached_at=float(told["begun"]))
     return None
 
 
-def save(folder: Path, key: str, evidence: Evidence) -> None:
-    """Keep evidence under `key`; the oldest entries beyond a bound go."""
+def save(folder: Path, key: str, undisturbed: Undisturbed, *, begun: float) -> None:
+    """Keep what was run at `begun` (seconds since the epoch) under `key`; the oldest entries beyond a bound go."""
     folder.mkdir(parents=True, exist_ok=True)
+    repeat = None if undisturbed.repeat is None else undisturbed.repeat.to_json()
+    told = {"begun": round(begun, 3), "first": undisturbed.first.to_json(), "repeat": repeat}
     draft = folder / f"{key}.{os.getpid()}.draft"
-    draft.write_text(evidence.to_json(), encoding="utf-8")
+    draft.write_text(json.dumps(told), encoding="utf-8")
     draft.replace(folder / f"{key}.json")
     entries = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in entries[_MOST_ENTRIES:]:

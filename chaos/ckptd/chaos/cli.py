@@ -1,6 +1,7 @@
 """`ckptd chaos`: run a training script under a scenario and judge what came back.
 
-Exit codes of `run`: 0 pass, 1 fail, 3 unknown (nothing was proved: red as well), 4 unknown because of the script, 2 usage.
+Exit codes of `run`: 0 pass, 1 fail, 3 unknown (nothing was proved: red as well), 4 unknown because of the script, 2 usage;
+128 + n when signal n ended it before anything had failed.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import secrets
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -19,15 +21,17 @@ from rich.table import Table
 from ckptd.chaos.cache import default_cache
 from ckptd.chaos.cluster.launcher import MOST_NODES
 from ckptd.chaos.command import CommandError
+from ckptd.chaos.ending import SignalledError, broken_off, ends_in_order
 from ckptd.chaos.evidence import EvidenceError
 from ckptd.chaos.matrix_cli import failpoints, matrix
 from ckptd.chaos.preset import load_preset, preset_names
 from ckptd.chaos.preset_run import run_series
 from ckptd.chaos.progress import Progress
-from ckptd.chaos.report import exit_code, render, render_line
+from ckptd.chaos.report import Report, exit_code, render, render_line
 from ckptd.chaos.reports.rebuild import rebuild
+from ckptd.chaos.reports.summary import overall_verdict
 from ckptd.chaos.reports.write import JSON, PAGE
-from ckptd.chaos.request import read_request
+from ckptd.chaos.request import Request, read_request
 from ckptd.chaos.scenario_reader import ScenarioError, load, scenario_names
 from ckptd.chaos.schedule import ScheduleError
 from ckptd.chaos.soak_cli import soak
@@ -106,7 +110,14 @@ def run(
         Path | None, typer.Option(help="Folder for all evidence. [default: a temporary one, removed after a pass]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    cached: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep the undisturbed run.")] = True,
+    cached: Annotated[
+        bool,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Take the undisturbed run from an earlier command, and keep it for later ones. Of changes only those "
+            "of .py files beside the script are seen.",
+        ),
+    ] = False,
     twice: Annotated[
         bool,
         typer.Option("--twice/--once", help="Do the undisturbed run twice, to see that the script is deterministic."),
@@ -115,7 +126,12 @@ def run(
         str, typer.Option(help="How the network is hurt: netns, proxy; auto: netns where allowed.")
     ] = "auto",
     timeout: Annotated[
-        float | None, typer.Option(min=1, help="Bound of each run, seconds. [default: 600]", show_default=False)
+        float | None,
+        typer.Option(
+            min=1,
+            help="Bound of each run, seconds; half of it, and 150 s always, may be silent. [default: 600]",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Run SCRIPT under a scenario or a preset: 0 pass, 1 fail, 3 unknown, 4 the script cannot be judged, 2 wrong usage."""
@@ -133,6 +149,7 @@ def run(
         )
     except (ScenarioError, CommandError) as error:
         _refuse(str(error))
+    is_new = out is None or not out.exists()
     folder = (out or Path(tempfile.mkdtemp(prefix="ckptd-chaos-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -140,32 +157,78 @@ def run(
     console = Console(stderr=as_json)
     if request.left_out:
         console.print(f"the harness decides by itself: {' '.join(request.left_out)}", style="dim", markup=False)
-    progress = Progress(console)
-    stage = request.stage(folder, progress.see)
-    cache_folder = default_cache() if cached else None
     seed = secrets.randbelow(1 << 31) if seed is None else seed
+    done: list[Report] = []
     try:
-        if request.preset is not None:
-            with progress:
-                series = run_series(
-                    stage,
-                    request.scenarios,
-                    store=request.store,
-                    seed=seed,
-                    cache_folder=cache_folder,
-                    twice=twice,
-                    tell=lambda told: render_line(told, console),
-                )
-            _end(series.verdict, series.exit_code, series.page, console, keep=out is not None, as_json=as_json)
-        with progress:
-            report = run_trial(
-                stage, request.scenarios[0], store=request.store, seed=seed, cache_folder=cache_folder, twice=twice
+        with ends_in_order():
+            page = _run(
+                request, folder, console, done, seed=seed, cache_folder=default_cache() if cached else None, twice=twice
             )
     except ScheduleError as error:
+        # Nothing was started.
+        if is_new:
+            folder.rmdir()
         _refuse(str(error))
-    if not as_json:
-        render(report, console)
-    _end(report.verdict, report.exit_code, folder / PAGE, console, keep=out is not None, as_json=as_json)
+    except SignalledError as ended:
+        _end_early(ended, done, folder, console, as_json=as_json)
+    except Exception:
+        console.print(f"evidence: {folder}", soft_wrap=True, markup=False, highlight=False)
+        raise
+    if request.preset is None and not as_json:
+        render(done[0], console)
+    verdict, code = overall_verdict(done), exit_code(done)
+    _end(verdict, code, page, console, keep=out is not None, as_json=as_json)
+
+
+def _run(
+    request: Request,
+    folder: Path,
+    console: Console,
+    done: list[Report],
+    *,
+    seed: int,
+    cache_folder: Path | None,
+    twice: bool,
+) -> Path:
+    """Run what was asked for, and return the page; each report is put into `done` as soon as it is there."""
+
+    def tell(report: Report) -> None:
+        done.append(report)
+        render_line(report, console)
+
+    with Progress(console) as progress:
+        stage = request.stage(folder, progress.see)
+        if request.preset is not None:
+            return run_series(
+                stage,
+                request.scenarios,
+                store=request.store,
+                seed=seed,
+                cache_folder=cache_folder,
+                twice=twice,
+                tell=tell,
+            ).page
+        done.append(
+            run_trial(
+                stage, request.scenarios[0], store=request.store, seed=seed, cache_folder=cache_folder, twice=twice
+            )
+        )
+        return folder / PAGE
+
+
+def _end_early(
+    ended: SignalledError, done: Sequence[Report], folder: Path, console: Console, *, as_json: bool
+) -> NoReturn:
+    """Say where what there is lies, and exit: with 1 where something had failed by then, else with the signal's status."""
+    if as_json and (folder / JSON).is_file():
+        sys.stdout.write((folder / JSON).read_text(encoding="utf-8"))
+    console.print(
+        f"{broken_off(ended)}; nothing is left running. What was seen so far: {folder}",
+        soft_wrap=True,
+        markup=False,
+        highlight=False,
+    )
+    raise typer.Exit(1 if overall_verdict(done) is Verdict.FAIL else ended.exit_code)
 
 
 def _end(verdict: Verdict, code: int, page: Path, console: Console, *, keep: bool, as_json: bool) -> NoReturn:

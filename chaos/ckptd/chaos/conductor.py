@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Self
 
 from ckptd.chaos.cluster.cluster import Cluster, Launch
 from ckptd.chaos.cluster.node import Node
@@ -24,6 +25,7 @@ from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import TICK, Watcher
 
 _MOST_AGENT_STARTS = 20
+_LEAST_PROGRESS = timedelta(seconds=150)
 _SILENT_S = 1.0
 """A woken agent without ranks that has said nothing for so long has nothing more to do, in seconds."""
 
@@ -38,13 +40,24 @@ class Limits:
         relaunches: Most launches after the first one.
         woken: Longest wait for a woken zombie to say that it is fenced, once the job is done.
         hung: A job with a hung rank is given up when no step has been printed for so long.
+        way_out: What is said where the first two are reached: how to raise them.
     """
 
     run: timedelta = timedelta(seconds=600)
-    progress: timedelta = timedelta(seconds=150)
+    progress: timedelta = _LEAST_PROGRESS
     relaunches: int = 4
     woken: timedelta = timedelta(seconds=60)
     hung: timedelta = timedelta(seconds=10)
+    way_out: str = ""
+
+    @classmethod
+    def of_timeout(cls, run: timedelta, *, relaunches: int) -> Self:
+        """Return the bounds of a script of one's own by its `--timeout`: half of it may be silent, and 150 s always."""
+        way_out = (
+            "where the script needs that long, a longer --timeout (timeout= of the fixture) gives it more: so long for a run, "
+            "and half of it without a save, a restore or a printed step (150 s at least)"
+        )
+        return cls(run=run, progress=max(_LEAST_PROGRESS, run / 2), relaunches=relaunches, way_out=way_out)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -341,7 +354,8 @@ class Conductor:
         self._say("deadline", what=what, seconds=limit.total_seconds())
         last = self._history.last("step", "restored", "decided", "staged", "launched")
         seen = f"{last.kind} {dict(last.fields)} from {last.source}" if last is not None else "nothing"
-        return f"{what} did not come within {limit.total_seconds():.0f} s; last seen: {seen}"
+        way_out = f"; {self._limits.way_out}" if self._limits.way_out else ""
+        return f"{what} did not come within {limit.total_seconds():.0f} s; last seen: {seen}{way_out}"
 
 
 def _killed_itself(node: Node) -> bool:

@@ -5,7 +5,7 @@ Owns: the value of an event, the reading of event logs and of the script's outpu
 "script N" (its output) and "harness" (what we did ourselves).
 
 Events of the harness: launched, exited, fault, lifted, given_up, agent_died, agent_started, node_replaced, node_rebooted,
-woken, deadline.
+woken, deadline, cached.
 Events of the script: step (step; loss and lr if they are printed), restored (step, tier). A script that does not print
 them is spoken for by its client's event log (`said_for_script`).
 """

@@ -18,8 +18,9 @@ from ckptd.chaos.diagnosis import diagnose
 from ckptd.chaos.figures import figures
 from ckptd.chaos.record import Record
 from ckptd.chaos.report import Report
+from ckptd.chaos.restore_diagnosis import diagnose_restore
 from ckptd.chaos.saved_diagnosis import diagnose_saved
-from ckptd.chaos.verdict import Finding, overall
+from ckptd.chaos.verdict import Finding, Verdict, overall
 
 
 def judge(record: Record, out: Path) -> Report:
@@ -42,6 +43,7 @@ def judge(record: Record, out: Path) -> Report:
         told_replay=record.replay,
         unfit=record.unfit,
         preset=record.preset,
+        cached_at=record.cached_at,
     )
     return _with_findings(base, record)
 
@@ -75,13 +77,15 @@ def _with_findings(report: Report, record: Record) -> Report:
     findings = tuple(check(case))
     # The script's own lists tell more than what was saved: they are of every step, and of each restore.
     look = diagnose if undisturbed.digests or not saved_by_step(undisturbed) else diagnose_saved
+    verdict = overall(findings)
+    begun_anew = diagnose_restore(performance.history) if verdict is Verdict.FAIL else None
     return replace(
         report,
         findings=findings,
-        verdict=overall(findings),
+        verdict=verdict,
         accounts=told,
         launches=performance.launches,
-        diagnosis=look(undisturbed, hurt, performance.history, repeated=record.repeat is not None),
+        diagnosis=begun_anew or look(undisturbed, hurt, performance.history, repeated=record.repeat is not None),
         figures=figures(performance.history, told),
     )
 

@@ -13,6 +13,7 @@ from typing import Self
 
 from ckptd.chaos import fitness
 from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.ending import broken_off
 from ckptd.chaos.evidence import Evidence
 from ckptd.chaos.judging import nondeterminism
 from ckptd.chaos.record import Record
@@ -37,14 +38,18 @@ class Undisturbed:
     Attributes:
         first: Of one run.
         repeat: Of a second one; None where it was run once.
+        cached_at: When they were run, seconds since the epoch, where that was before this trial; else 0.
     """
 
     first: Evidence
     repeat: Evidence | None = None
+    cached_at: float = 0.0
 
 
 class Lead:
     """A trial under way. A context manager: what ends it early is written into the record, and goes no further.
+
+    But for an interrupt: that is written too, and goes on, for it ends more than the trial.
 
     Attributes:
         record: What there is of it; whoever leads a run puts it in.
@@ -61,7 +66,9 @@ class Lead:
 
     def can_be_judged(self, undisturbed: Undisturbed) -> bool:
         """Take what the script leaves undisturbed; say whether its runs are alike, so that hurting it tells anything."""
-        self.record = replace(self.record, undisturbed=undisturbed.first, repeat=undisturbed.repeat)
+        self.record = replace(
+            self.record, undisturbed=undisturbed.first, repeat=undisturbed.repeat, cached_at=undisturbed.cached_at
+        )
         return not nondeterminism(self.record)
 
     def begin_anew(self) -> None:
@@ -75,6 +82,8 @@ class Lead:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         del kind, traceback
+        if isinstance(error, KeyboardInterrupt):
+            self.record = replace(self.record, problem=broken_off(error))
         is_told = isinstance(error, (TrialError, ProcessError, RuntimeError, TimeoutError, OSError))
         if is_told:
             unfit = error.unfit if isinstance(error, TrialError) else None

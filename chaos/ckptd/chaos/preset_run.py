@@ -20,7 +20,7 @@ from ckptd.chaos.cluster.store import Store, open_store
 from ckptd.chaos.leading import Lead
 from ckptd.chaos.matrix.running import AGENT_MODULES
 from ckptd.chaos.record import Record
-from ckptd.chaos.report import Report, exit_code
+from ckptd.chaos.report import UNDISTURBED, Report, exit_code
 from ckptd.chaos.reports.summary import overall_verdict, write_summary
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.trial import (
@@ -34,12 +34,12 @@ from ckptd.chaos.trial import (
 )
 from ckptd.chaos.verdict import Verdict
 
-_TRIES = 2
+TRIES = 2
 """How often a scenario is run at most whose fault missed its window: on a busy machine that happens, and proves nothing."""
 _LAUNCHER_MODULES = ("torch.distributed.launcher.api", "torch.distributed.argparse_util")
 """All that `python -m torch.distributed.run` imports, but for that module itself."""
 _UNDISTURBED = Scenario(
-    name="undisturbed",
+    name=UNDISTURBED,
     title="The script runs twice, and nobody hurts it",
     proves="Two runs are equal, and there is something to compare a hurt one with.",
 )
@@ -89,33 +89,47 @@ def run_series(
         seed: Decides what the scenarios leave open.
         cache_folder: Where undisturbed runs are kept; None: run them anew, and keep nothing.
         twice: Do the undisturbed run twice and compare.
-        tell: Is told of each trial that is done.
+        tell: Is told of each trial that is done; the summary in the stage's folder knows of it by then.
 
     Raises:
         ScheduleError: A scenario does not fit the number of nodes and ranks, or the store; nothing was started.
         OSError: Evidence or reports cannot be written.
+        KeyboardInterrupt: As it came; nothing is left running, and the summary names what is still open.
     """
     for scenario in scenarios:
         planned(stage, scenario, store=store, seed=seed)
     lead = Lead(begin_record(stage, _UNDISTURBED, store=store, seed=seed))
     reports: list[Report] = []
-    alone = stage
+    alone, out = stage, stage.out
+    names = [scenario.name for scenario in scenarios]
+
+    def note(report: Report) -> None:
+        reports.append(report)
+        done = {one.scenario for one in reports}
+        write_summary(reports, out, still_open=[name for name in names if name not in done])
+        tell(report)
+
+    # Who ends the harness from outside finds what there is.
+    page = write_summary(reports, out, still_open=names)
     with ExitStack() as stack:
         is_sound = False
-        with lead:
-            stage = _sharing(stage, stack)
-            opened = stack.enter_context(open_store(store, stage.out / "store"))
-            is_sound = lead.can_be_judged(undisturbed_runs(stage, opened, store, cache_folder, twice=twice))
+        try:
+            with lead:
+                stage = _sharing(stage, stack)
+                opened = stack.enter_context(open_store(store, out / "store"))
+                is_sound = lead.can_be_judged(undisturbed_runs(stage, opened, store, cache_folder, twice=twice))
+        except KeyboardInterrupt:
+            note(conclude(replace(stage, out=out / _UNDISTURBED.name), lead.record))
+            raise
         if not is_sound:
-            reports.append(conclude(replace(stage, out=stage.out / _UNDISTURBED.name), lead.record))
-            tell(reports[-1])
+            note(conclude(replace(stage, out=out / _UNDISTURBED.name), lead.record))
+            # None of the scenarios will be run: they are not open any more.
+            write_summary(reports, out)
         else:
             for scenario in scenarios:
                 # Networks of their own, and what sits in processes, are given at the start of a process.
                 is_shared = all(fault.network is None and fault.local is None for fault in scenario.faults)
-                reports.append(_trial(stage if is_shared else alone, scenario, opened, lead.record))
-                tell(reports[-1])
-    page = write_summary(reports, stage.out)
+                note(_trial(stage if is_shared else alone, scenario, opened, lead.record, note=note))
     return Series(reports=tuple(reports), page=page, seconds=lead.seconds)
 
 
@@ -136,20 +150,27 @@ def _sharing(stage: Stage, stack: ExitStack) -> Stage:
     )
 
 
-def _trial(stage: Stage, scenario: Scenario, store: Store, before: Record) -> Report:
-    """Run one scenario, again where its fault missed its window; the evidence of the last try stays."""
+def _trial(stage: Stage, scenario: Scenario, store: Store, before: Record, *, note: Callable[[Report], None]) -> Report:
+    """Run one scenario, again where its fault missed its window; the evidence of the last try stays.
+
+    `note` is told of one that is broken off, before the interrupt goes on.
+    """
     mine = replace(stage, out=stage.out / scenario.name)
-    for attempt in range(1, _TRIES + 1):
+    for attempt in range(1, TRIES + 1):
         record = begin_record(mine, scenario, store=before.store, seed=before.seed)
-        lead = Lead(replace(record, undisturbed=before.undisturbed, repeat=before.repeat))
+        lead = Lead(replace(record, undisturbed=before.undisturbed, repeat=before.repeat, cached_at=before.cached_at))
         faults = planned(mine, scenario, store=before.store, seed=before.seed)
         root = scenario.name if attempt == 1 else f"{scenario.name}-{attempt}"
-        with lead:
-            require_here(mine, faults, store=before.store)
-            lead.record = hurt(mine, scenario, store, lead.record, faults, root_name=root)
+        try:
+            with lead:
+                require_here(mine, faults, store=before.store)
+                lead.record = hurt(mine, scenario, store, lead.record, faults, root_name=root)
+        except KeyboardInterrupt:
+            note(conclude(mine, lead.record))
+            raise
         report = conclude(mine, lead.record)
         red = {finding.check for finding in report.findings if finding.verdict is not Verdict.PASS}
-        if report.unfit or attempt == _TRIES or red != {"faults_fired"}:
+        if report.unfit or attempt == TRIES or red != {"faults_fired"}:
             break
         shutil.rmtree(mine.out)
     return report

@@ -29,6 +29,7 @@ _TOLD = (
     "fenced",
     "adopted",
     "deadline",
+    "cached",
 )
 _SHOWN = (
     "launch",

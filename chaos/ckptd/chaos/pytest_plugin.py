@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ckptd.chaos.preset_run import Series
 
 _OPTION = "--ckptd-chaos-out"
+_WITHOUT_NAMES = {True: "the loss", False: "what was there was trained again"}
+"""What is first wrong where no tensor is, by whether the printed loss differs."""
 
 
 class Prove:
@@ -144,7 +146,9 @@ def _told(series: Series) -> str:
         lines += [f"{report.scenario}: {report.verdict}: {report.headline()}"]
         if (found := report.diagnosis) is not None:
             where = f"launch {found.launch}, step {found.step}" + ("" if found.rank is None else f", rank {found.rank}")
-            lines += [f"  first divergence: {where}: {', '.join(found.names[:5]) or 'the loss'}"]
+            lines += [
+                f"  first divergence: {where}: {', '.join(found.names[:5]) or _WITHOUT_NAMES[found.loss_differs]}"
+            ]
             lines += [f"  likely: {found.cause}: {found.advice}"]
         lines += [f"  again: {report.replay}"]
     return "\n".join([*lines, f"page: {series.page}"])

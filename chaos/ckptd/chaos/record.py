@@ -45,6 +45,7 @@ class Record:
         replay: The line that runs the same again; empty: `ckptd chaos run` with what is said above.
         unfit: The `fitness.Reason` why the script cannot be judged; empty if it can.
         preset: The preset that the trial is a part of; empty if none.
+        cached_at: When the undisturbed runs were done, where they were kept from before (`Undisturbed`); else 0.
         undisturbed: Evidence of the run nobody hurt; None where it did not get through.
         repeat: Evidence of a second one; None where it was run once.
         hurt: Evidence of the other one; None where it was not led to an end.
@@ -65,6 +66,7 @@ class Record:
     replay: str = ""
     unfit: str = ""
     preset: str = ""
+    cached_at: float = 0.0
     undisturbed: Evidence | None = None
     repeat: Evidence | None = None
     hurt: Evidence | None = None

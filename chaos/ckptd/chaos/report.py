@@ -6,6 +6,7 @@ Owns: how a verdict is told. Invariant: every report holds the seed and the line
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from ckptd.chaos.diagnosis import Diagnosis
 from ckptd.chaos.figures import Figure
 from ckptd.chaos.verdict import FailureClass, Finding, Verdict, failure_counts, worst
 
+UNDISTURBED = "undisturbed"
+"""Name of a report over what all scenarios of a preset share, where that is in their way."""
 _COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.UNKNOWN: "yellow"}
 
 
@@ -52,6 +55,7 @@ class Report:
         told_replay: The line that runs the same again; empty: that of `ckptd chaos run`.
         unfit: The `fitness.Reason` why the script cannot be judged; empty if it can.
         preset: The preset that the trial is a part of; empty if none.
+        cached_at: When the undisturbed runs were done, where they were kept from before (`Undisturbed`); else 0.
     """
 
     scenario: str
@@ -77,6 +81,7 @@ class Report:
     network: str = "auto"
     unfit: str = ""
     preset: str = ""
+    cached_at: float = 0.0
 
     @property
     def exit_code(self) -> int:
@@ -88,7 +93,8 @@ class Report:
         """The command line that runs the same trial again."""
         if self.told_replay:
             return self.told_replay
-        what = ["--preset", self.preset, "--only", self.scenario] if self.preset else [self.source or self.scenario]
+        only = ["--only", self.scenario] if self.scenario != UNDISTURBED else []
+        what = ["--preset", self.preset, *only] if self.preset else [self.source or self.scenario]
         options = ["--nnodes", str(self.nnodes), "--nproc", str(self.nproc), "--store", self.store]
         options += ["--seed", str(self.seed)]
         options += ["--network", self.network] if self.network != "auto" else []
@@ -99,11 +105,16 @@ class Report:
         told = asdict(self) | {"out": str(self.out), "command": list(self.command), "replay": self.replay}
         told["failures"] = {str(failure): count for failure, count in self.failures().items()}
         told["headline"] = self.headline()
+        told["cached"] = self.cached()
         return told
 
     def failures(self) -> dict[FailureClass, int]:
         """Return how many checks failed, by class, the worst class first."""
         return failure_counts(self.findings)
+
+    def cached(self) -> str:
+        """Return from when the undisturbed runs are, where they were not done for this trial; else ""."""
+        return cached_words(self.cached_at)
 
     def headline(self) -> str:
         """Return in one sentence what broke and where; for a pass, what was hurt."""
@@ -112,6 +123,14 @@ class Report:
             count = sum(account.fired for account in self.accounts)
             return f"{count} fault{'s' * (count != 1)}, {self.launches} launches, every check passed"
         return f"{first.failure or 'nothing proved'}: {first.text}"
+
+
+def cached_words(cached_at: float) -> str:
+    """Return the words for undisturbed runs that were done at `cached_at` and not for this trial; "" where it is 0."""
+    if not cached_at:
+        return ""
+    when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(cached_at))
+    return f"undisturbed run of {when} taken from the cache; --no-cache runs it anew"
 
 
 def exit_code(reports: Sequence[Report]) -> int:
@@ -134,6 +153,8 @@ def render(report: Report, console: Console) -> None:
     console.print(table)
     if report.diagnosis is not None:
         console.print(f"likely: {report.diagnosis.cause}: {report.diagnosis.advice}", markup=False, highlight=False)
+    if report.cached_at:
+        console.print(f"note: {report.cached()}", soft_wrap=True, markup=False, highlight=False)
     colour = _COLOURS[report.verdict]
     console.print(f"[bold {colour}]{report.verdict}[/bold {colour}] in {report.seconds:.0f} s; evidence: {report.out}")
     if report.verdict is not Verdict.PASS:

@@ -35,7 +35,7 @@ class Request:
         nnodes: Nodes.
         nproc: Ranks on each.
         store: "local" or "s3".
-        timeout: Bound of each run.
+        timeout: Bound of each run; half of it may be silent.
         network: How the network is hurt, see `Stage`.
         left_out: Options of a torchrun line that the harness decides by itself.
     """
@@ -57,7 +57,7 @@ class Request:
             nproc=self.nproc,
             command=self.script,
             out=out,
-            limits=Limits(run=self.timeout, relaunches=max(len(one.faults) for one in self.scenarios) + 3),
+            limits=Limits.of_timeout(self.timeout, relaunches=max(len(one.faults) for one in self.scenarios) + 3),
             observe=observe,
             network=self.network,
             environment={} if self.preset is None else self.preset.environment(),

@@ -110,7 +110,12 @@ def _launches(history: History) -> dict[str, int]:
 def _advice(first: _First, kinds: Mapping[str, str], whole: Evidence, *, repeated: bool) -> tuple[str, str]:
     """Walk through the table, first match first; return cause and advice."""
     if first.told.restored is None:
-        return _without_restore(first, whole, repeated=repeated)
+        return _without_restore(repeated=repeated)
+    if first.step <= first.told.restored:
+        return "restore", (
+            f"step {first.step} was trained again after step {first.told.restored} was restored: go on with the step after the "
+            "one that restore() returns"
+        )
     by_kind = _by_kind(first.names, kinds)
     begun, where = first.told.restored + 1, f"step {first.step}"
     rates = dict(whole.rates)
@@ -136,12 +141,8 @@ def _advice(first: _First, kinds: Mapping[str, str], whole: Evidence, *, repeate
     )
 
 
-def _without_restore(first: _First, whole: Evidence, *, repeated: bool) -> tuple[str, str]:
-    if first.told.launch > 1 and whole.saves:
-        return "restore", (
-            f"launch {first.told.launch} restored nothing: call restore() before the first step, and go on from the step that "
-            "it returns"
-        )
+def _without_restore(*, repeated: bool) -> tuple[str, str]:
+    # That there was something to restore is told before (`restore_diagnosis`).
     if repeated:
         return (
             "saving",

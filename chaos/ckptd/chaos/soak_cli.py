@@ -9,12 +9,10 @@ import json
 import secrets
 import shlex
 import shutil
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +26,7 @@ from ckptd.chaos.cluster.launcher import MOST_NODES
 from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.command import CommandError, agreed, parse_command
 from ckptd.chaos.conductor import Limits
+from ckptd.chaos.ending import SignalledError, ends_in_order
 from ckptd.chaos.report import Report
 from ckptd.chaos.reports.summary import overall_verdict, write_summary
 from ckptd.chaos.scenario import Scenario
@@ -43,10 +42,6 @@ from ckptd.chaos.verdict import Verdict
 
 _USAGE = 2
 _SEEDS = 20
-
-
-class _SignalledError(KeyboardInterrupt):
-    """The soak is to end; the number of the signal is its argument."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,9 +152,19 @@ def soak(
     shrink_tries: Annotated[int, typer.Option(min=1, help="Most schedules tried for each failure.")] = 40,
     shrink_minutes: Annotated[float, typer.Option(min=0.01, help="Most time for each failure.")] = 20.0,
     timeout: Annotated[
-        float | None, typer.Option(min=1, help="Bound of each run, seconds. [default: 300; of a SCRIPT: 600]")
+        float | None,
+        typer.Option(
+            min=1, help="Bound of each run, seconds; half of it may be silent. [default: 300; of a SCRIPT: 600]"
+        ),
     ] = None,
-    cached: Annotated[bool, typer.Option("--cache/--no-cache", help="Use and keep SCRIPT's undisturbed run.")] = True,
+    cached: Annotated[
+        bool,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Take SCRIPT's undisturbed runs from an earlier command, and keep them for later ones. Of changes only "
+            "those of .py files beside it are seen.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Hurt a job by random schedules of several faults each, and judge every run: 0 pass, 1 fail, 3 unknown, 2 usage.
@@ -213,15 +218,14 @@ def _script(command: list[str] | None, nnodes: int, nproc: int) -> tuple[str, ..
 
 def _setting(command: Sequence[str], nnodes: int, nproc: int, timeout: float | None, *, cached: bool) -> Setting:
     if not command:
-        limits = LIMITS if timeout is None else Limits(run=timedelta(seconds=timeout), relaunches=LIMITS.relaunches)
+        limits = LIMITS if timeout is None else _bounds(timeout)
         return Setting(nnodes=nnodes, nproc=nproc, command=COMMAND, is_small=True, limits=limits)
-    limits = Limits(run=timedelta(seconds=timeout or 600.0), relaunches=LIMITS.relaunches)
     return Setting(
         nnodes=nnodes,
         nproc=nproc,
         command=tuple(command),
         is_small=False,
-        limits=limits,
+        limits=_bounds(timeout or 600.0),
         cache_folder=default_cache() if cached else None,
     )
 
@@ -248,7 +252,7 @@ def _run(plan: _Plan, folder: Path, console: Console, *, as_json: bool) -> int:
     """Run everything and print the summary, also of what was broken off; return the exit code."""
     done, telling, number = _Done(), Telling(console), 0
     try:
-        with _ends_in_order(), Soak(plan.setting, folder, observe=telling.see) as running:
+        with ends_in_order(), Soak(plan.setting, folder, observe=telling.see) as running:
             for seed, store, scenario in plan.runs():
                 name = scenario.name if plan.given is None else f"{scenario.name}-{store}"
                 telling.begin(name)
@@ -256,8 +260,8 @@ def _run(plan: _Plan, folder: Path, console: Console, *, as_json: bool) -> int:
                 done.reports.append(report)
                 telling.end(report)
                 _follow_up(plan, running, telling, done, report)
-    except _SignalledError as ended:
-        number = int(ended.args[0])
+    except SignalledError as ended:
+        number = ended.number
     finally:
         telling.close()
     verdict = overall_verdict(done.reports)
@@ -294,22 +298,8 @@ def _follow_up(plan: _Plan, running: Soak, telling: Telling, done: _Done, report
         telling.reproduced(shrunk, plan.plain(store).replace("{file}", shlex.quote(shrunk.file), 1))
 
 
-@contextmanager
-def _ends_in_order() -> Iterator[None]:
-    """Turn the first signal to end into _SignalledError; a second one ends the harness at once, and all it started with it."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def end(number: int, _frame: object) -> NoReturn:
-        for one in numbers:
-            signal.signal(one, signal.SIG_DFL)
-        raise _SignalledError(number)
-
-    before = [signal.signal(number, end) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+def _bounds(timeout: float) -> Limits:
+    return Limits.of_timeout(timedelta(seconds=timeout), relaunches=LIMITS.relaunches)
 
 
 def _refuse(text: str) -> NoReturn:

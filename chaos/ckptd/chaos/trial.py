@@ -36,7 +36,7 @@ from ckptd.chaos.judging import judge
 from ckptd.chaos.leading import Lead, TrialError, Undisturbed
 from ckptd.chaos.network.way import NotRunError, choose_way, open_network
 from ckptd.chaos.record import Record, save_record, versions
-from ckptd.chaos.report import Report
+from ckptd.chaos.report import Report, cached_words
 from ckptd.chaos.reports.write import write_report
 from ckptd.chaos.root import RootFacts, read_root_by_name
 from ckptd.chaos.scenario import Scenario
@@ -186,14 +186,19 @@ def run_trial(
     Raises:
         ScheduleError: The scenario does not fit the number of nodes and ranks.
         OSError: Evidence or report cannot be written.
+        KeyboardInterrupt: As it came; nothing is left running, and the report says that it was broken off.
     """
     faults = planned(stage, scenario, store=store, seed=seed)
     lead = Lead(begin_record(stage, scenario, store=store, seed=seed))
-    with lead:
-        require_here(stage, faults, store=store)
-        with open_store(store, stage.out / "store") as opened:
-            if lead.can_be_judged(undisturbed_runs(stage, opened, store, cache_folder, twice=twice)):
-                lead.record = hurt(stage, scenario, opened, lead.record, faults)
+    try:
+        with lead:
+            require_here(stage, faults, store=store)
+            with open_store(store, stage.out / "store") as opened:
+                if lead.can_be_judged(undisturbed_runs(stage, opened, store, cache_folder, twice=twice)):
+                    lead.record = hurt(stage, scenario, opened, lead.record, faults)
+    except KeyboardInterrupt:
+        conclude(stage, lead.record)
+        raise
     return conclude(stage, lead.record)
 
 
@@ -287,21 +292,24 @@ def undisturbed_runs(stage: Stage, store: Store, kind: str, cache_folder: Path |
     """
     script = script_file(stage.command)
     if cache_folder is None or script is None:
-        first = _perform_undisturbed(stage, store, "undisturbed")
-        return Undisturbed(first=first, repeat=_perform_undisturbed(stage, store, "repeat") if twice else None)
+        return _undisturbed_now(stage, store, twice=twice)
     variables = [f"{name}={value}" for name, value in sorted(stage.environment.items())]
     code = cache.code_digest(script)
     key = cache.cache_key([*variables, *stage.command], nnodes=stage.nnodes, nproc=stage.nproc, store=kind, code=code)
-    known, again = cache.load(cache_folder, key), cache.load(cache_folder, f"{key}-repeat")
-    if known is not None and again is not None:
-        return Undisturbed(first=known, repeat=again)
-    if known is None:
-        known = _perform_undisturbed(stage, store, "undisturbed")
-        cache.save(cache_folder, key, known)
-    if twice:
-        again = _perform_undisturbed(stage, store, "repeat")
-        cache.save(cache_folder, f"{key}-repeat", again)
-    return Undisturbed(first=known, repeat=again)
+    if (known := cache.load(cache_folder, key, twice=twice)) is not None:
+        note = cached_words(known.cached_at)
+        told = Event(t=time.time(), source="harness", kind="cached", fields={"note": note})
+        stage.observe("undisturbed", told)
+        return known
+    begun = time.time()
+    done = _undisturbed_now(stage, store, twice=twice)
+    cache.save(cache_folder, key, done, begun=begun)
+    return done
+
+
+def _undisturbed_now(stage: Stage, store: Store, *, twice: bool) -> Undisturbed:
+    first = _perform_undisturbed(stage, store, "undisturbed")
+    return Undisturbed(first=first, repeat=_perform_undisturbed(stage, store, "repeat") if twice else None)
 
 
 def script_file(command: Sequence[str]) -> Path | None:

@@ -56,23 +56,36 @@ def _start(history: History, launched: Event) -> _Start | None:
 
 def _not_listed(history: History, start: _Start) -> str:
     """Compare with what the launch's coordinator found; "" if it is right or nobody says."""
-    resolved = history.of("resolved", source="agent", after=start.t, before=start.went_on)
-    if not resolved:
+    there = found_there(history, after=start.t, before=start.went_on)
+    if there is None:
         return ""
-    # A coordinator that died while it started is followed by another: the last one counts.
-    found = resolved[-1].fields
-    bad = {
-        event.step
-        for event in history.of("quarantined", source="agent", before=start.went_on)
-        if event.fields.get("timeline") == found.get("timeline")
-    }
-    there = [step for step in [*found.get("listed", []), *found.get("adopted", [])] if step not in bad]
     if start.step and start.step not in there:
         return f"restored step {start.step}, which was not listed; {_steps(there)}"
     newest = max(there, default=0)
     if start.step < newest:
         return f"went on from step {start.step}, but step {newest} was listed"
     return ""
+
+
+def found_there(history: History, *, after: float, before: float) -> list[int] | None:
+    """Return the steps that a launch's coordinator found listed or adopted, and whose content was good; None if nobody says.
+
+    Args:
+        history: Of the run.
+        after: When it was launched.
+        before: When it went on.
+    """
+    resolved = history.of("resolved", source="agent", after=after, before=before)
+    if not resolved:
+        return None
+    # A coordinator that died while it started is followed by another: the last one counts.
+    found = resolved[-1].fields
+    bad = {
+        event.step
+        for event in history.of("quarantined", source="agent", before=before)
+        if event.fields.get("timeline") == found.get("timeline")
+    }
+    return [int(step) for step in [*found.get("listed", []), *found.get("adopted", [])] if step not in bad]
 
 
 def _older_than_staged(case: Case, start: _Start) -> str:

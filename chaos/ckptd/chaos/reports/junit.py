@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree as ET
 
 from ckptd.chaos.report import Report
@@ -18,9 +18,13 @@ from ckptd.chaos.verdict import Finding, Verdict
 _FORBIDDEN = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def junit(reports: Iterable[Report]) -> str:
-    """Return the XML document of some trials."""
-    suites = [_suite(report) for report in reports]
+NOT_DONE = "not done: the command has not come to it, or was ended before"
+"""What is said of a scenario that is still open."""
+
+
+def junit(reports: Iterable[Report], *, still_open: Sequence[str] = ()) -> str:
+    """Return the XML document of some trials; a scenario that is still open is an error."""
+    suites = [_suite(report) for report in reports] + [_open(name) for name in still_open]
     root = ET.Element("testsuites", name="ckptd chaos")
     for key in ("tests", "failures", "errors"):
         root.set(key, str(sum(int(suite.get(key, "0")) for suite in suites)))
@@ -53,10 +57,19 @@ def _suite(report: Report) -> ET.Element:
         ("ranks per node", report.nproc),
         ("replay", report.replay),
         ("evidence", report.out),
+        ("undisturbed run", report.cached() or "run anew"),
     ):
         ET.SubElement(properties, "property", name=key, value=clean(str(value)))
     for finding in report.findings:
         suite.append(_case(finding, name, report.replay))
+    return suite
+
+
+def _open(scenario: str) -> ET.Element:
+    name = clean(f"chaos.{scenario}")
+    suite = ET.Element("testsuite", name=name, tests="1", failures="0", errors="1", skipped="0", time="0")
+    case = ET.SubElement(suite, "testcase", classname=name, name="trial", time="0")
+    ET.SubElement(case, "error", type="not done", message=NOT_DONE)
     return suite
 
 

@@ -99,6 +99,7 @@ def _hero(report: Report) -> Markup:
         tag("p", headline(report), class_="say"),
         tag("p", _where(report), class_="where"),
         tag("p", " · ".join(filter(None, (size, when))), class_="where"),
+        tag("p", report.cached(), class_="where") if report.cached_at else "",
         class_=f"card hero {report.verdict}",
     )
 

@@ -63,6 +63,8 @@ def timeline(
 
 
 def _diverged(history: History, diagnosis: Diagnosis, begin: float) -> Mark | None:
+    if not diagnosis.names and not diagnosis.loss_differs:
+        return None  # what was trained again is equal
     kind = "restored" if diagnosis.moment == "restore" else "step"
     found = [e for e in history.of(kind, source=f"script {diagnosis.launch}") if e.step == diagnosis.step]
     if not found:

@@ -46,6 +46,8 @@ class Telling:
 
     def see(self, run: str, event: Event) -> None:
         """Take in an event of a run."""
+        if event.kind == "cached":
+            self.say(f"    {event.fields.get('note')}")
         if event.kind == "launched":
             self._launch = int(event.fields.get("launch", 0))
         if self._status is not None and event.kind in ("launched", "step", "fault"):
