@@ -77,8 +77,11 @@ def chaos(
 @app.command()
 def run(
     scenario: Annotated[
-        str, typer.Argument(help="Name of a scenario (see --list), or a .toml file. Not there with --preset.")
-    ],
+        str | None,
+        typer.Argument(
+            help="Name of a scenario (see --list), or a .toml file. Not there with --preset.", show_default=False
+        ),
+    ] = None,
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -131,7 +134,7 @@ def run(
             timeout=timeout,
             network=network,
         )
-    except (ScenarioError, CommandError) as error:
+    except (ScenarioError, CommandError, ScheduleError) as error:
         _refuse(str(error))
     folder = (out or Path(tempfile.mkdtemp(prefix="ckptd-chaos-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)

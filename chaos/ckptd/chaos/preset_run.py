@@ -92,7 +92,7 @@ def run_series(
         tell: Is told of each trial that is done.
 
     Raises:
-        ScheduleError: A scenario does not fit the number of nodes and ranks, or the store; nothing was started.
+        ScheduleError: A scenario does not fit the number of nodes and ranks, the store, or the network; nothing was started.
         OSError: Evidence or reports cannot be written.
     """
     for scenario in scenarios:
