@@ -37,10 +37,10 @@ HARNESS = textwrap.dedent("""
     import os, sys, threading
     from pathlib import Path
     from ckptd.chaos.cluster.process import Leashed
-    script, pids, shm, guarded = sys.argv[1:]
+    script, pids, shm = sys.argv[1:]
     keep = [
         Leashed([sys.executable, "-S", script, pids, "2"], environment=os.environ),
-        Leashed([], environment=os.environ, wipe=[Path(shm)], guard=[int(guarded)]),
+        Leashed([], environment=os.environ, wipe=[Path(shm)]),
     ]
     threading.Event().wait()
 """)
@@ -64,30 +64,44 @@ def pids_of(tree: Path, *, count: int) -> list[int]:
     return [int(path.name) for path in folder.iterdir()]
 
 
+def program_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
 def all_end(pids: list[int]) -> bool:
     return wait_until(lambda: not any(lives(pid) for pid in pids), within=WITHIN)
 
 
 def test_everything_ends_when_the_harness_is_killed(tree: Path, tmp_path: Path) -> None:
-    """After SIGKILL to the harness no process of any tree lives, guarded groups neither, and shared memory is gone."""
+    """After SIGKILL to the harness no process of any tree lives, and shared memory is gone."""
     shm = tmp_path / "shm"
     (shm / "slot").mkdir(parents=True)
     harness_script = tmp_path / "harness.py"
     harness_script.write_text(HARNESS)
-    guarded = subprocess.Popen([sys.executable, "-S", str(tree), str(tmp_path), "0"], start_new_session=True)
-    try:
-        command = [sys.executable, *map(str, (harness_script, tree, tree.parent / "pids", shm, guarded.pid))]
-        with subprocess.Popen(command) as harness:
-            pids = pids_of(tree, count=3)
-            assert wait_until(lambda: len(descendants(harness.pid)) >= 3, within=WITHIN)
-            leashes = [pid for pid in descendants(harness.pid) if pid not in pids]
-            harness.kill()
-        assert all_end([*pids, *leashes])
-        assert guarded.wait(WITHIN.total_seconds()) == -signal.SIGKILL
-        assert not shm.exists()
-    finally:
-        guarded.kill()
-        guarded.wait()
+    command = [sys.executable, *map(str, (harness_script, tree, tree.parent / "pids", shm))]
+    with subprocess.Popen(command) as harness:
+        pids = pids_of(tree, count=3)
+        assert wait_until(lambda: len(descendants(harness.pid)) >= 3, within=WITHIN)
+        leashes = [pid for pid in descendants(harness.pid) if pid not in pids]
+        harness.kill()
+    assert all_end([*pids, *leashes])
+    assert not shm.exists()
+
+
+def test_a_store_that_is_still_starting_dies_with_the_harness(tmp_path: Path) -> None:
+    """A server that answers nobody yet is on a leash already: SIGKILL to the harness ends it."""
+    script = (
+        "import sys\nfrom pathlib import Path\nfrom ckptd.chaos.seaweed import SeaweedServer\n"
+        "SeaweedServer(folder=Path(sys.argv[1])).start()\nsys.stdin.read()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "weed")], stdin=subprocess.PIPE) as harness:
+        assert wait_until(lambda: "weed" in map(program_of, descendants(harness.pid)), within=WITHIN)
+        below = descendants(harness.pid)
+        harness.kill()
+    assert all_end(below)
 
 
 def test_kill_ends_orphans_and_other_sessions_and_wipes(tree: Path, tmp_path: Path) -> None:

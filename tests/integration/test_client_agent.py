@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from fixtures.agents import Agents
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ckptd.client import Aborted, Checkpointer, InvalidRequest, Unavailable
+from ckptd.chaos.watch import wait_until
+from ckptd.client import Aborted, Checkpointer, InvalidRequest, Unavailable, restoring
 
 pytestmark = pytest.mark.integration
 
@@ -173,6 +175,47 @@ def test_an_agent_that_is_killed_and_comes_back_is_used_again(agents: Agents, tr
         assert restored is not None
         assert restored.step == 3
         assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize("moment", ["client.before_copy_in", "client.before_fill"])
+@pytest.mark.parametrize("way", ["shm memory", "shm store", "stream memory", "stream store"])
+def test_a_restore_outlives_the_death_of_its_agent(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, way: str, moment: str, tmp_path: Path
+) -> None:
+    """Killed after it told where the bytes stand, before and after they were opened: every tensor is what was saved.
+
+    The next agent cleans up what the dead one left, while the rank still copies from it.
+    """
+    agent = agents.new()
+    transport, tier = way.split()
+    model, other = nn.Linear(200, 200), nn.Linear(200, 200)
+    config: dict[str, Any] = {"job": "job", "socket": agent.socket, "transport": transport}
+    with Checkpointer(f"file://{tmp_path}", **config) as checkpointer:
+        checkpointer.track(model=model, step=torch.optim.Adam(model.parameters()))
+        checkpointer.save(1).wait()
+    if tier == "store":
+        agent.kill()
+        agent.wipe()
+        agent.start()
+    fired: list[str] = []
+
+    def dies_once(name: str) -> None:
+        if name == moment and not fired:
+            fired.append(name)
+            agent.kill()
+            agent.start()
+            assert wait_until(lambda: not list(agent.shm.glob("*.arena")), within=timedelta(seconds=30))
+
+    monkeypatch.setattr(restoring, "failpoint", dies_once)
+    with Checkpointer(f"file://{tmp_path}", **config) as checkpointer:
+        checkpointer.track(model=other, step=torch.optim.Adam(other.parameters()))
+        restored = checkpointer.restore()
+        assert restored is not None
+        assert restored.tier == tier
+        assert torch.equal(model.weight, other.weight)
+        assert torch.equal(model.bias, other.bias)
+        checkpointer.save(2).wait()
+    assert fired
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

@@ -155,7 +155,7 @@ class TestMemory:
         assert sum(path.stat().st_size for path in fetched.files) == shard
         assert 0 < fetched.window_bytes <= (64 << 10) - arena.slack_bytes
         assert sorted(step.store.reads) == sorted(ref.key for refs in step.refs.values() for ref in refs)
-        arena.release()
+        arena.close()
         assert arena.window.peak_bytes == 0
 
     def test_ranks_of_one_node_share_chunks_and_equal_boxes(self, shm_dir: Path) -> None:
@@ -166,7 +166,7 @@ class TestMemory:
         fetched = step.fetch(wishes, arena)
         assert fetched.arena_bytes == 2 * 256 * 128 * 2
         assert len(step.store.reads) == len(set(step.store.reads)) == 16
-        arena.release()
+        arena.close()
 
     def test_what_is_wanted_whole_is_read_where_it_stays(self, shm_dir: Path) -> None:
         """The layout that saved, and all columns over the ranks of a node: the window is not used."""
@@ -175,7 +175,7 @@ class TestMemory:
             arena = Arena(shm_dir, JOB, 64 << 10)
             fetched = step.fetch(wishes, arena)
             assert (fetched.arena_bytes, fetched.window_bytes) == (256 * 512 * 2, 0)
-            arena.release()
+            arena.close()
 
     def test_an_uneven_cut_reads_one_chunk_through_the_window(self, shm_dir: Path) -> None:
         """Rows 0 to 99 of 256 in chunks of 16 rows: six chunks stay whole, a quarter of the seventh is copied."""
@@ -185,7 +185,7 @@ class TestMemory:
         assert fetched.arena_bytes == 100 * 512 * 2
         assert fetched.window_bytes == 16 << 10
         assert len(step.store.reads) == 7
-        arena.release()
+        arena.close()
 
     def test_little_that_is_missing_is_read_along_and_counts_against_the_window(self, shm_dir: Path) -> None:
         """All but one of 16 rows: the whole chunk, as long as that is within a quarter of the window."""
@@ -196,7 +196,7 @@ class TestMemory:
             arena.window.nbytes = 64 << 10
             fetched = step.fetch(wish, arena)
             assert (fetched.arena_bytes, fetched.window_bytes) == (arena_bytes, window_bytes)
-            arena.release()
+            arena.close()
 
     def test_a_gap_in_every_row_is_read_along_within_the_slack_only(self, shm_dir: Path) -> None:
         """480 of 512 columns: in place while the gaps are within a quarter of the window, else without them."""
@@ -210,7 +210,7 @@ class TestMemory:
             arena.window.nbytes = 64 << 10
             fetched = step.fetch([[("w", ((0, 0), (64, 480)))]], arena)
             assert (fetched.arena_bytes, fetched.window_bytes > 0) == (arena_bytes, window_bytes)
-            arena.release()
+            arena.close()
 
     def test_small_rows_apart_take_no_more_than_themselves(self, shm_dir: Path) -> None:
         """Every second of 400 tensors of one chunk, each padded to 64 bytes; and of no more chunks than they are in."""
@@ -220,7 +220,7 @@ class TestMemory:
         arena = Arena(shm_dir, JOB, 64 << 10)
         fetched = step.fetch([held[::2]], arena)
         assert fetched.arena_bytes == 200 * aligned(80)
-        arena.release()
+        arena.close()
 
     def test_a_chunk_between_two_wanted_ones_is_not_read(self, shm_dir: Path) -> None:
         """Of a tensor of two large planes one row each: their chunks, and not the two between them."""
@@ -230,7 +230,7 @@ class TestMemory:
         fetched = step.fetch([[("w", ((0, 0, 0), (2, 1, 512)))]], arena)
         assert sorted(step.store.reads) == sorted(step.refs[0][at].key for at in (0, 3))
         assert fetched.arena_bytes == 2 * 512 * 2
-        arena.release()
+        arena.close()
 
 
 class TestDamage:
@@ -247,7 +247,7 @@ class TestDamage:
             step.fetch([[("w", ((0, 128), (256, 128)))]], arena)
         assert caught.value.error.object == ref.key
         assert step.store.reads.count(ref.key) == 2
-        arena.release()
+        arena.close()
 
     def test_bytes_that_are_in_no_chunk_are_corrupt(self, shm_dir: Path) -> None:
         """An index whose rows reach beyond its chunks is an error, not other bytes."""
@@ -365,4 +365,4 @@ def test_any_boxes_come_out_of_any_tiling_and_chunks(
     assert fetched.arena_bytes <= wanted + arena.slack_bytes
     assert fetched.window_bytes <= arena.window.nbytes
     assert len(step.store.reads) == len(set(step.store.reads))
-    arena.release()
+    arena.close()

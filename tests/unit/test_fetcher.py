@@ -46,7 +46,7 @@ def shm_dir() -> Iterator[Path]:
 def arena(shm_dir: Path) -> Iterator[Arena]:
     made = Arena(shm_dir, JOB)
     yield made
-    made.release()
+    made.close()
 
 
 def stored(store: MemoryStore, stream: bytes) -> list[ChunkRef]:
@@ -289,13 +289,13 @@ class TestBounds:
 
     def test_fetches_that_overlap_never_share_a_file(self, arena: Arena) -> None:
         """An attempt that was superseded in the midst of reading writes to pages that nobody reads."""
-        with arena.writing(100) as old:
-            with arena.writing(100) as new:
-                assert new.path != old.path
-                assert not old.path.exists()
+        with arena.writing(100) as old, arena.writing(100) as new:
+            assert new.path != old.path
             old.view[:3] = b"old"
-        with arena.writing(100) as again:
-            assert again is new
+            new.view[:3] = b"new"
+        assert bytes(new.view[:3]) == b"new"
+        arena.release(old.path)
+        assert new.path.exists()
 
     def test_reads_in_flight_stay_within_the_limit(self, arena: Arena) -> None:
         """No more reads run at once than allowed."""
@@ -318,17 +318,21 @@ class TestBounds:
         fetcher.close()
         assert 1 <= most <= 2
 
-    def test_arena_is_reused_while_it_is_large_enough(self, shm_dir: Path) -> None:
-        """A second attempt finds touched pages; release gives everything back."""
+    def test_files_of_the_arena_go_one_by_one_and_all_at_its_end(self, shm_dir: Path) -> None:
+        """Each fetch has its own; one that failed leaves none, and one that ends after the arena did neither."""
         arena = Arena(shm_dir, JOB)
         paths = []
-        for nbytes in (5000, 4000, 8192, 8193):
+        for nbytes in (5000, 4000, 8192):
             with arena.writing(nbytes) as file:
                 paths.append(file.path)
-        assert len(set(paths[:3])) == 1
-        assert paths[3] != paths[0]
-        assert len(list(shm_dir.iterdir())) == 1
-        arena.release()
+        with pytest.raises(KeyError), arena.writing(100):
+            raise KeyError
+        assert sorted(shm_dir.iterdir()) == sorted(paths)
+        arena.release(paths[1])
+        arena.release(paths[1])
+        assert sorted(shm_dir.iterdir()) == sorted((paths[0], paths[2]))
+        with arena.writing(100):
+            arena.close()
         assert list(shm_dir.iterdir()) == []
 
     def test_arena_of_a_dead_agent_is_removed_and_a_living_ones_is_not(self, shm_dir: Path) -> None:
@@ -339,7 +343,7 @@ class TestBounds:
         (shm_dir / f"{JOB[:16]}.00000000.arena").write_bytes(b"orphan")
         Arena(shm_dir, JOB)
         assert [found.name for found in shm_dir.iterdir()] == [path.name]
-        living.release()
+        living.close()
 
     def test_no_room_for_the_arena_is_an_error_with_both_numbers(self, shm_dir: Path) -> None:
         """More than the file system holds raises NO_SPACE, and leaves nothing."""

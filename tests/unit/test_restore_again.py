@@ -225,7 +225,7 @@ def test_what_is_late_for_a_coordinator_that_is_gone_is_not_said_to_the_next(
     def fetched(*_: object, **__: object) -> Any:
         restores._attempt = newer[0]
         late()
-        return SimpleNamespace(bytes_by_tier={}, arena_bytes=0, window_bytes=0)
+        return SimpleNamespace(bytes_by_tier={}, arena_file=None, arena_bytes=0, window_bytes=0)
 
     monkeypatch.setattr(restore_plan, "load", late)
     monkeypatch.setattr(restore_plan, "fetch", fetched)

@@ -24,7 +24,7 @@ from ckptd.protos.error_pb2 import Error
 def node_restore(said: list[NodeMessage] | None = None) -> tuple[NodeRestore, Session]:
     """Return the restores of a run with one rank here, and its session; nothing is loaded.
 
-    What is told to the coordinator is added to `said`; releasing the arena adds a message without content.
+    What is told to the coordinator is added to `said`.
     """
     heard: list[NodeMessage] = [] if said is None else said
     about = AttachRequest(rank=0, world=2, options=options())
@@ -38,8 +38,7 @@ def node_restore(said: list[NodeMessage] | None = None) -> tuple[NodeRestore, Se
         say=heard.append,
         spawn=lambda work: work.close(),
     )
-    arena = SimpleNamespace(release=lambda: heard.append(NodeMessage()))
-    held: Any = SimpleNamespace(job="job", snapshots={}, arena=arena, fetcher=None)
+    held: Any = SimpleNamespace(job="job", snapshots={}, arena=None, fetcher=None)
     return NodeRestore(node="node", held=held, link=link, log=EventLog(None)), session
 
 
@@ -98,8 +97,8 @@ def test_what_a_rank_wants_is_said_at_once_and_again_after_a_reconnect() -> None
     assert [(one.rank, one.attempt, one.terms.strict, one.terms.unused) for one in said] == [(0, 3, True, b"\x40")] * 2
 
 
-def test_bytes_that_come_after_the_restore_failed_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks' wishes were found not to fit while this node still fetched: no rank will ever say that it has copied."""
+def test_nothing_is_fetched_after_the_restore_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks' wishes were found not to fit before this node began to fetch: no rank would ever say that it has copied."""
 
     async def play() -> list[NodeMessage]:
         said: list[NodeMessage] = []
@@ -113,9 +112,7 @@ def test_bytes_that_come_after_the_restore_failed_are_given_back(monkeypatch: py
         fetching.pop().close()
         call = asyncio.create_task(restores.want(session, 1, Wanted(), None))
         await asyncio.sleep(0)
-        monkeypatch.setattr(
-            "ckptd.daemon.restore_plan.fetch", lambda *_args, **_more: SimpleNamespace(bytes_by_tier={})
-        )
+        monkeypatch.setattr("ckptd.daemon.restore_plan.fetch", lambda *_args, **_more: pytest.fail("fetched"))
         wrong = Error(reason=error_pb2.REASON_LAYOUT_MISMATCH, message="1 only in the snapshot")
         restores.on_message(CoordinatorMessage(restore_error=CoordinatorMessage.RestoreError(attempt=1, error=wrong)))
         with pytest.raises(DaemonError):
@@ -124,4 +121,4 @@ def test_bytes_that_come_after_the_restore_failed_are_given_back(monkeypatch: py
         await fetching.pop()
         return said
 
-    assert [message.WhichOneof("kind") for message in asyncio.run(play())] == [None]
+    assert asyncio.run(play()) == []

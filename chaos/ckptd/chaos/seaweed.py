@@ -1,24 +1,23 @@
 """A real S3 server of one's own: SeaweedFS, started, paused, killed and started again.
 
 Owns the server process, its ports, folder and credentials. Knows no ckptd. Invariant: the
-server never outlives its `SeaweedServer` in a process that ends in the ordinary way, and a
-server that answers with our random key is ours, whoever else took the port meanwhile.
+server never outlives the process of its `SeaweedServer`, whatever ends that and when (it is on a
+leash from its first moment), and a server that answers with our random key is ours, whoever else
+took the port meanwhile.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -26,6 +25,8 @@ from typing import TYPE_CHECKING, Any, Self
 import botocore.config  # type: ignore[import-untyped]
 import botocore.exceptions  # type: ignore[import-untyped]
 import botocore.session  # type: ignore[import-untyped]
+
+from ckptd.chaos.cluster.process import Leashed
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,17 +97,12 @@ class SeaweedServer:
         self._own_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="ckptd-weed-"))
         self._ports: dict[str, int] = {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Leashed | None = None
 
     @property
     def endpoint(self) -> str:
         """URL of the S3 service, plain http on the loopback address."""
         return f"http://127.0.0.1:{self._ports['-s3.port']}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the running server; None when it does not run."""
-        return self._process.pid if self._process is not None else None
 
     def url(self, prefix: str = "") -> str:
         """Return the s3:// URL of a root in the bucket."""
@@ -166,12 +162,8 @@ class SeaweedServer:
     def kill(self) -> None:
         """Kill the server as a power cut of its machine would; idempotent."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        atexit.unregister(self.kill)
+        if process is not None:
+            process.kill()
 
     def pause(self) -> None:
         """Stop the server in its tracks: connections stay open and nothing answers."""
@@ -200,7 +192,7 @@ class SeaweedServer:
     def _signal(self, number: signal.Signals) -> None:
         if self._process is None:
             raise RuntimeError("the server does not run")
-        os.killpg(self._process.pid, number)
+        self._process.signal(number)
 
     def _launch(self) -> None:
         data = self.folder / "data"
@@ -229,17 +221,9 @@ class SeaweedServer:
             *(f"{option}={port}" for option, port in self._ports.items()),
             *(_HASTY_ELECTION if is_restart else ()),
         ]
-        with (self.folder / "weed.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                cwd=self.folder,
-                env=_server_environment(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        atexit.register(self.kill)
+        self._process = Leashed(
+            command, environment=_server_environment(os.environ), stdout=self.folder / "weed.log", cwd=self.folder
+        )
 
     def _is_ready_in_time(self) -> bool:
         """Wait for the first object to be stored; False when the server died."""
@@ -249,8 +233,7 @@ class SeaweedServer:
         end = time.monotonic() + self._deadline.total_seconds()
         client = self.client()
         while time.monotonic() < end:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL.total_seconds())
+            if process.wait(_POLL) is not None:
                 return False
             try:
                 buckets = client.list_buckets()["Buckets"]

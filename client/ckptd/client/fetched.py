@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -88,12 +88,14 @@ class Fetched:
         objects: File, offset and length of each object.
         bytes_by_tier: Where this node's bytes came from.
         unused: Bits of the names no rank asked for, see `WantTerms`; None: nobody compared.
+        heads: By file: what it begins with for as long as it holds these bytes; empty where it never holds others.
     """
 
     pieces: list[FetchedPiece]
     objects: dict[ObjectKey, tuple[str, int, int]]
     bytes_by_tier: dict[str, int]
     unused: bytes | None = None
+    heads: dict[str, bytes] = field(default_factory=dict)
 
 
 def want_parts(
@@ -136,6 +138,7 @@ def take_part(part: FetchedPart, wanted: list[Wanted], objects: list[ObjectKey],
     ):
         fetched.objects[objects[number]] = (files[file], offset, nbytes)
     fetched.bytes_by_tier.update(part.bytes_by_tier)
+    fetched.heads.update(zip(files, part.file_heads, strict=False))
     if part.HasField("unused"):
         fetched.unused = part.unused
 

@@ -1,28 +1,39 @@
 """Reading restored bytes: from shared memory, or from a stream where there is none.
 
 Owns: mapping the files an agent names, and reading pieces of them. Does not own: which bytes are wanted; they are
-verified by the agent. Invariant: the agent's files are never changed: they are mapped privately.
+verified by the agent. Invariants: the agent's files are never changed: they are mapped privately; and what is read is what the
+agent verified, also when it dies, or gives the restore up, in the midst: files of restores never change, and of a slot this
+process says that it reads it, and looks whether it still holds the step.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from ckptd.protos.agent_pb2 import ReadRestoredRequest, SlotBytes
+from ckptd.storage_backends import file_locks
 
 from .errors import CkptdError
+from .link import SessionLostError
 
 
 class RestoredFiles(Protocol):
     """Where verified bytes stand."""
 
     def read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
-        """Return bytes of a file as a tensor of uint8; valid until RestoreDone."""
+        """Return bytes of a file as a tensor of uint8; valid until `close`.
+
+        Raises:
+            SessionLostError: The agent gave the file up before this process had it; ask again.
+        """
+
+    def close(self) -> None:
+        """Say that nothing is read any more; idempotent."""
 
 
 _RUN = 8 << 20
@@ -60,25 +71,54 @@ def _short(path: str, offset: int, nbytes: int, found: int) -> CkptdError:
 
 
 class SharedFiles:
-    """Files in shared memory."""
+    """Files in shared memory.
 
-    def __init__(self) -> None:
+    Args:
+        heads: By file: what it must begin with, once this process has said that it reads it.
+    """
+
+    def __init__(self, heads: Mapping[str, bytes]) -> None:
+        self._heads = heads
         self._files: dict[str, torch.Tensor] = {}
+        self._handles: list[int] = []
 
     def read(self, path: str, offset: int, nbytes: int) -> torch.Tensor:
         """See `RestoredFiles`. No copy."""
         found = self._files.get(path)
         if found is None:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                # A private map that may be written: torch warns of buffers that may not.
-                found = torch.frombuffer(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
-            finally:
-                os.close(handle)
-            self._files[path] = found
+            found = self._files[path] = self._opened(path)
         if offset + nbytes > found.numel():
             raise _short(path, offset, nbytes, found.numel())
         return found[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """See `RestoredFiles`."""
+        self._files.clear()
+        while self._handles:
+            handle = self._handles.pop()
+            file_locks.unshare(handle)
+            os.close(handle)
+
+    def _opened(self, path: str) -> torch.Tensor:
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise _given_up(path, "is gone") from None
+        self._handles.append(handle)
+        file_locks.share(handle)
+        head = self._heads.get(path, b"")
+        if os.pread(handle, len(head), 0) != head:
+            raise _given_up(path, "holds another step")
+        # A private map that may be written: torch warns of buffers that may not.
+        return torch.frombuffer(mmap.mmap(handle, 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def _given_up(path: str, why: str) -> SessionLostError:
+    return SessionLostError(
+        f"{path}, which the agent named to restore from, {why}: the agent was restarted, or gave the restore up",
+        key=path,
+        phase="restore",
+    )
 
 
 class StreamedFiles:
@@ -108,3 +148,6 @@ class StreamedFiles:
         if got != nbytes:
             raise _short(path, offset, nbytes, offset + got)
         return found
+
+    def close(self) -> None:
+        """See `RestoredFiles`. The agent ends what it streams by itself."""

@@ -148,23 +148,28 @@ class Restorer:
         fetched = self._want(attachment, found.attempt, restoring.targets, terms, deadline)
         if fetched is None:
             return None
+        files = self._files(attachment, deadline, fetched)
         try:
             if stored.other_mesh:
                 unused = unused_by_all(fetched.unused, stored, strict=question.strict, step=found.step)
                 unexpected = restoring.targets.here(unused)
-            files = self._files(attachment, deadline)
             failpoint("client.before_copy_in")
             # Some go into fresh memory: other ranks' own, which what is decoded may depend on, and what is to share
             # memory here. Checks come between these and the live tensors.
             self._fill([piece for piece in fetched.pieces if piece.wanted.is_fresh], files)
             restoring.decode({key: files.read(*place).numpy().tobytes() for key, place in fetched.objects.items()})
             restoring.targets.check_shared()
+            failpoint("client.before_fill")
             self._fill([piece for piece in fetched.pieces if not piece.wanted.is_fresh], files)
+        except SessionLostError:
+            raise  # asked again, and until then this rank is one that was not answered
         except Exception as failure:
             text = f"rank {self._topology.rank}: {type(failure).__name__}: {failure}"
             told = failure if isinstance(failure, CkptdError) else CkptdError(text, rank=self._topology.rank)
             self._done(attachment, found.attempt, told)
             raise
+        finally:
+            files.close()
         self._link.restored = RestoredStep(step=found.step, timeline=found.timeline)
         self._done(attachment, found.attempt, None)
         failpoint("client.before_load")
@@ -229,9 +234,9 @@ class Restorer:
         check_complete(fetched, targets.wanted, targets.objects)
         return fetched
 
-    def _files(self, attachment: Attachment, deadline: float) -> RestoredFiles:
+    def _files(self, attachment: Attachment, deadline: float, fetched: Fetched) -> RestoredFiles:
         if attachment.channel.shared_memory:
-            return SharedFiles()
+            return SharedFiles(fetched.heads)
         return StreamedFiles(
             lambda request: self._link.stream(
                 attachment,

@@ -108,11 +108,12 @@ class StepSession:
         with self._hinted():
             attempt = self._ask_again()
             fetched = self._want(attempt, list(wanted), list(objects))
+            files = self._files(fetched)
             try:
-                files = self._files()
                 self._fill(fetched.pieces, files)
                 return {key: files.read(*place).numpy().tobytes() for key, place in fetched.objects.items()}
             finally:
+                files.close()
                 self._end_round(fetched, attempt)
 
     @property
@@ -159,10 +160,10 @@ class StepSession:
             request = RestoreDoneRequest(session=attachment.session, attempt=attempt)
             self._link.call(attachment, "RestoreDone", request, timeout_s=_CALL_S, phase=PHASE)
 
-    def _files(self) -> RestoredFiles:
+    def _files(self, fetched: Fetched) -> RestoredFiles:
         attachment = self._link.attached(deadline=time.monotonic() + _CALL_S)
         if attachment.channel.shared_memory:
-            return SharedFiles()
+            return SharedFiles(fetched.heads)
         return StreamedFiles(
             lambda request: self._link.stream(attachment, "ReadRestored", request, timeout_s=self._limit, phase=PHASE),
             attachment.session,

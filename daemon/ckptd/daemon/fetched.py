@@ -103,6 +103,7 @@ class Fetched:
 
     Attributes:
         files: That hold it.
+        arena_file: The one of them that the fetch made; None where slots hold everything.
         placed: The needed pieces, in their order.
         bytes_by_tier: Bytes of chunks that came from "memory" and from "store".
         arena_bytes: That the fetch took of the arena.
@@ -112,6 +113,7 @@ class Fetched:
     line: Line
     extents: Extents
     files: Sequence[Path]
+    arena_file: Path | None
     placed: Placed
     bytes_by_tier: Mapping[str, int]
     arena_bytes: int
@@ -199,6 +201,7 @@ class Standing:
             line=line,
             extents=extents,
             files=list(self._files),
+            arena_file=list(self._files)[self._arena] if self._arena >= 0 else None,
             placed=placed,
             bytes_by_tier=bytes_by_tier,
             arena_bytes=arrangement.nbytes,

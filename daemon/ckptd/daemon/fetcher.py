@@ -23,7 +23,7 @@ from ckptd.protos.failpoints import failpoint
 from ckptd.storage_backends.base import ObjectStore
 from ckptd.storage_backends.errors import NotFound, Truncated
 
-from .arena import Arena
+from .arena import Arena, HangingWriterError
 from .arrangement import arranged
 from .chunks import ChunkSpan
 from .columns import Ints
@@ -45,16 +45,8 @@ _READS = 2
 """A digest that does not fit may be the network's fault once; twice it is the object's."""
 
 
-class _HangingReadError(Exception):
-    """The fetch failed with `cause`, and a thread still writes to the arena."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
-
 class Fetcher:
-    """Fetches chunks of one root. Thread-safe; of fetches that overlap in one arena, only the last one's bytes can be read.
+    """Fetches chunks of one root. Thread-safe.
 
     Args:
         store: Retries by itself.
@@ -90,7 +82,7 @@ class Fetcher:
             needs: What somebody on this node wants.
             held: Per stored rank, a slot that holds that very step and timeline; it must stay staged until all ranks
                 have copied. A slot whose bytes do not have their digests is passed over.
-            arena: Gets what slots do not hold; what it held before is overwritten.
+            arena: Gives a file for what slots do not hold; it is the caller's to release.
             deadline: In seconds of time.monotonic().
 
         Raises:
@@ -118,12 +110,7 @@ class Fetcher:
             }
             with arena.writing(arrangement.nbytes) as file:
                 landing = Landing(line, arrangement, file.view)
-                try:
-                    read = self._fill(_Bringing(file=file, window=arena.window, landing=landing), sources, deadline)
-                except _HangingReadError as hanging:
-                    # It cannot be taken back, and may write to these pages whenever it likes.
-                    arena.release()
-                    raise hanging.cause from None
+                read = self._fill(_Bringing(file=file, window=arena.window, landing=landing), sources, deadline)
             stand.add_runs(file.path, arrangement)
         needed = sum(line.refs[chunk].length for chunk in (*held_chunks, *arrangement.needed.tolist()))
         return stand.fetched(
@@ -182,7 +169,7 @@ class Fetcher:
             bringing.stop.set()
             bringing.window.wake()
             if _is_hanging(tasks, deadline):
-                raise _HangingReadError(error) from error
+                raise HangingWriterError(error) from error
             raise
         return read
 

@@ -328,6 +328,7 @@ class HeldJob:
         for snapshot in self.snapshots.values():
             snapshot.cancel.set()
         self.uploads.close()
+        self.arena.close()
 
     def free_empty(self) -> tuple[int, int]:
         """Delete what holds no snapshot, and says of none; for when no run of the job is here. Returns files and bytes."""
@@ -351,7 +352,6 @@ class HeldJob:
         for snapshot in list(self.snapshots.values()):
             self.drop(snapshot)
         self.pool.release_dead(keep=())
-        self.arena.release()
         for path in self._folder.glob(f"{self.pool_digest[:16]}.*.pb"):
             path.unlink(missing_ok=True)
 

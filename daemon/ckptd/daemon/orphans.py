@@ -43,7 +43,8 @@ def free_orphans(shm_dir: Path, *, leave: Collection[str] = ()) -> tuple[int, in
             file.close()
             continue
         count, nbytes = count + 1, nbytes + file.nbytes
-        file.remove()
+        # A rank may still copy what its dead agent fetched: its memory goes with the last who has it mapped.
+        file.remove(punch=path.suffix == ".slot")
     for path in mine:
         if path.suffix in {".pb", ".new"} and path.name[:_JOB_DIGITS] not in needed:
             count, nbytes = count + 1, nbytes + path.stat().st_size

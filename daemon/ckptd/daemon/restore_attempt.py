@@ -2,7 +2,7 @@
 
 Owns: an attempt's waiting ranks, the bytes it fetched and the slots it reads from. Does not own: which attempt counts and
 what the coordinator is told (`restores`), which bytes these are (`restore_plan`). On the agent's event loop, heavy work in
-threads. Invariant: slots and arena that are read stay as they are until `release`.
+threads. Invariant: slots that are read stay as they are until `release`; the arena's file for as long as a rank has it mapped.
 """
 
 from __future__ import annotations
@@ -167,12 +167,15 @@ class Attempt:
                 want.answer.set_result([FetchedPart(superseded=True)])
 
     def release(self, held: HeldJob) -> None:
-        """Let go of slots and arena; a fetch that runs still has its own."""
+        """Let go of slots and of the arena's file, in any order with ranks that still copy from them; idempotent.
+
+        The file stays what it is for whoever has it mapped, and a slot that a rank says it reads is not written to.
+        """
         for lease in self.leases:
             lease()
         self.leases.clear()
-        if not self.fetching or self.ready:
-            held.arena.release()
+        if self.plan is not None and self.plan.arena_file is not None:
+            held.arena.release(self.plan.arena_file)
 
     def _held_snapshot(self, held: HeldJob) -> Snapshot | None:
         ref = self.chosen.step

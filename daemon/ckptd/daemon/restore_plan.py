@@ -63,10 +63,14 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodePlan:
-    """The fetched answer for every rank of the node."""
+    """The fetched answer for every rank of the node.
+
+    `arena_file` is what was fetched from the store, None if nothing was; whoever has the plan releases it.
+    """
 
     answers: Mapping[int, list[FetchedPart]]
     files: frozenset[Path]
+    arena_file: Path | None
     bytes_by_tier: Mapping[str, int]
     arena_bytes: int
     window_bytes: int
@@ -220,15 +224,17 @@ def fetch(
         offsets=all_objects[:, 1],
         lengths=all_objects[:, 2],
     )
+    heads = {slot.path: slot.head for slot in held.values()}
     fetched = fetcher.fetch(needs, held, arena, deadline=deadline)
     answers: dict[int, list[FetchedPart]] = {}
     begin = 0
     for rank, found in pieces.items():
-        answers[rank] = _answer(fetched, found, begin, objects[rank])
+        answers[rank] = _answer(fetched, found, begin, objects[rank], heads)
         begin += len(found)
     return NodePlan(
         answers=answers,
         files=frozenset(fetched.files),
+        arena_file=fetched.arena_file,
         bytes_by_tier=dict(fetched.bytes_by_tier),
         arena_bytes=fetched.arena_bytes,
         window_bytes=fetched.window_bytes,
@@ -236,7 +242,11 @@ def fetch(
 
 
 def _answer(
-    fetched: Fetched, pieces: Pieces, first: int, objects: Sequence[tuple[int, int, int, int]]
+    fetched: Fetched,
+    pieces: Pieces,
+    first: int,
+    objects: Sequence[tuple[int, int, int, int]],
+    heads: Mapping[Path, bytes],
 ) -> list[FetchedPart]:
     """Return the parts of the answer to one rank, whose pieces are those from `first` on of the fetch."""
     files = [str(path) for path in (*fetched.files, NOWHERE)]
@@ -257,6 +267,7 @@ def _answer(
         part.source_offset.extend(placed.low[:, there].T[has].tolist())
         part.source_length.extend(placed.size[:, there].T[has].tolist())
         if begin == 0:
+            part.file_heads.extend(heads.get(path, b"") for path in fetched.files)
             for at, source, stream_offset, length in objects:
                 path, offset = fetched.locate(source, stream_offset, length) if length else (NOWHERE, 0)
                 part.object.append(at)

@@ -248,7 +248,7 @@ class NodeRestore:
     async def _fetch(self, attempt: Attempt) -> None:
         """Plan, fetch and verify what all ranks of the node want."""
         stored = await attempt.loaded
-        if self._is_over(attempt):
+        if self._attempt is not attempt:
             return
         failpoint("restores.before_fetch")
         begun = time.monotonic()
@@ -261,7 +261,8 @@ class NodeRestore:
                 wire_error(failure, phase="restore", step=attempt.chosen.step.step, node=self._node),
             )
             return
-        if self._is_over(attempt):
+        if self._attempt is not attempt:
+            attempt.release(self._held)
             return
         self._log.emit(
             "fetched",
@@ -316,12 +317,6 @@ class NodeRestore:
     def _say_ready(self, attempt: Attempt) -> None:
         for rank in attempt.wants:
             self._link.say(NodeMessage(restore_ready=NodeMessage.RestoreReady(rank=rank, attempt=attempt.number)))
-
-    def _is_over(self, attempt: Attempt) -> bool:
-        """Say whether nobody will copy what the attempt fetches; a later attempt's fetch has a file of its own."""
-        if self._attempt is None:
-            self._held.arena.release()
-        return self._attempt is not attempt
 
     def _failed(self, attempt: Attempt, rank: int, error: Error) -> None:
         """Tell the coordinator, unless the attempt is over: one that started since may have given its number to another step."""

@@ -131,6 +131,10 @@ class SharedFile:
                 # undo what somebody else wrote meanwhile.
                 np.frombuffer(self._map, dtype=np.uint8, count=length, offset=at)[::PAGE_BYTES].max()
 
+    def is_read(self) -> bool:
+        """Say whether a rank that mapped the file said that it copies from it; see `file_locks.share`."""
+        return self._fd >= 0 and file_locks.is_shared(self._fd)
+
     def close(self) -> None:
         """Give up lock and mapping, and leave the file; idempotent. Views handed out keep the mapping alive."""
         if self._fd < 0:
@@ -147,12 +151,14 @@ class SharedFile:
 
         Args:
             punch: Give its memory back at once, even where a trainer keeps it mapped until its next Begin. Not where
-                the trainer may still write: with /dev/shm full, a page that it writes anew would be its death.
+                the trainer may still write: with /dev/shm full, a page that it writes anew would be its death. Nor where
+                anybody may still copy from it: he would find zeros. Who says so (`is_read`) is looked for here, after
+                the name is gone.
         """
         if self._fd < 0:
             return
         self.path.unlink(missing_ok=True)
-        if punch:
+        if punch and not self.is_read():
             with suppress(OSError, ValueError):
                 self._map.madvise(_MADV_REMOVE)
         self.close()

@@ -82,6 +82,15 @@ class SlotFile:
         """The object blob of a staged slot."""
         return self.tail[: self._header.objects_bytes]
 
+    @property
+    def head(self) -> bytes:
+        """What the file begins with for as long as its bytes are these: the written part of the header page."""
+        return slot_header.stem(self._header)
+
+    def is_read(self) -> bool:
+        """Say whether a rank copies from the file, also one that asked an agent before this one."""
+        return self._file.is_read()
+
     def write_header(self, header: SlotHeader) -> None:
         """Write the header page. A crash inside leaves a torn page, which counts as WRITING.
 
@@ -225,7 +234,10 @@ class SlotFile:
             self._file.close()
 
     def unlink(self) -> None:
-        """Delete the file and close; gives its memory back at once unless somebody may still write to it; idempotent."""
+        """Delete the file and close; idempotent.
+
+        Gives its memory back at once unless somebody may still write to it, or copies from it.
+        """
         self._stop_touching.set()
         with self._touching:
             self._file.remove(punch=not self._header.process)

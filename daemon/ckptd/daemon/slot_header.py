@@ -91,14 +91,23 @@ def encode(header: SlotHeader) -> bytes:
     Raises:
         ValueError: A text of the header is too long for a page.
     """
+    page = stem(header).ljust(_PREFIX.size + _BODY_BYTES, b"\0")
+    return page + blake3.blake3(page).digest()
+
+
+def stem(header: SlotHeader) -> bytes:
+    """Return the page without its zeros and digest: no two headers have the same.
+
+    Raises:
+        ValueError: A text of the header is too long for a page.
+    """
     fields = dataclasses.asdict(header)
     fields["layout_digest"] = header.layout_digest.hex()
     fields["plan_digest"] = header.plan_digest.hex()
     body = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     if len(body) > _BODY_BYTES:
         raise ValueError(f"slot header of rank {header.rank}: {len(body)} bytes do not fit {_BODY_BYTES}")
-    page = _PREFIX.pack(MAGIC, VERSION, len(body)) + body.ljust(_BODY_BYTES, b"\0")
-    return page + blake3.blake3(page).digest()
+    return _PREFIX.pack(MAGIC, VERSION, len(body)) + body
 
 
 def decode(page: bytes | memoryview) -> SlotHeader | None:

@@ -4,8 +4,9 @@ Owns: making, reusing, adopting and dropping them. Does not own: what one slot i
 may fill it, and what becomes of a staged step (the agent decides).
 
 Invariants: what a dead agent left staged is staged for the next one, and anything else it left is free; file
-names never come twice, so a trainer that keeps a mapping by path never writes to a file that was replaced; and a
-trainer that was given up in the midst of its copy has a file that nobody else will be given.
+names never come twice, so a trainer that keeps a mapping by path never writes to a file that was replaced; a
+trainer that was given up in the midst of its copy has a file that nobody else will be given; and a file that a rank
+copies from is not written to, whoever has forgotten that it does.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class SlotPool:
             data_bytes: Tensor part.
             tail_bytes: Objects and trailer.
             process: The trainer process that asks, where known. A slot that was taken from a process in the midst of
-                writing is used again by that process only.
+                writing is used again by that process only, and one that is read by nobody for as long as it is.
 
         Raises:
             NoSpaceError: /dev/shm is full; names free and needed bytes. The present slot, too small, is gone.
@@ -76,7 +77,9 @@ class SlotPool:
         if held is not None:
             if held.header.state is not SlotState.FREE:
                 raise ValueError(f"slot {held.path} is {held.header.state}, with step {held.header.step}")
-            if tail_offset + tail_bytes <= held.nbytes and held.header.process in {"", process}:
+            is_fit = tail_offset + tail_bytes <= held.nbytes and held.header.process in {"", process}
+            # The header says free since before this look: who comes to read later sees that.
+            if is_fit and not held.is_read():
                 if (held.header.data_bytes, held.header.tail_offset) != (data_bytes, tail_offset):
                     held.write_header(replace(header, process=held.header.process))
                 return held

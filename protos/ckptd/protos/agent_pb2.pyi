@@ -1246,6 +1246,7 @@ class FetchedPart(google.protobuf.message.Message):
     OBJECT_BYTES_FIELD_NUMBER: builtins.int
     BYTES_BY_TIER_FIELD_NUMBER: builtins.int
     UNUSED_FIELD_NUMBER: builtins.int
+    FILE_HEADS_FIELD_NUMBER: builtins.int
     superseded: builtins.bool
     """The step was left for another one."""
     unused: builtins.bytes
@@ -1300,6 +1301,13 @@ class FetchedPart(google.protobuf.message.Message):
     def bytes_by_tier(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """First part only: where this node's bytes came from, in bytes by tier ("memory", "store")."""
 
+    @property
+    def file_heads(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """First part only, one a file: what it begins with for as long as it holds these bytes; empty where it never holds others. Whoever
+        maps it says first that it is read (a shared OFD lock, until its bytes were copied), and then compares: an agent that has
+        forgotten the reader looks for such locks before it gives the file away.
+        """
+
     def __init__(
         self,
         *,
@@ -1317,9 +1325,10 @@ class FetchedPart(google.protobuf.message.Message):
         object_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         bytes_by_tier: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         unused: builtins.bytes | None = ...,
+        file_heads: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_unused", b"_unused", "unused", b"unused"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_unused", b"_unused", "bytes_by_tier", b"bytes_by_tier", "file", b"file", "file_offset", b"file_offset", "files", b"files", "nbytes", b"nbytes", "object", b"object", "object_bytes", b"object_bytes", "object_file", b"object_file", "object_offset", b"object_offset", "source_length", b"source_length", "source_offset", b"source_offset", "superseded", b"superseded", "unused", b"unused", "want_row", b"want_row"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_unused", b"_unused", "bytes_by_tier", b"bytes_by_tier", "file", b"file", "file_heads", b"file_heads", "file_offset", b"file_offset", "files", b"files", "nbytes", b"nbytes", "object", b"object", "object_bytes", b"object_bytes", "object_file", b"object_file", "object_offset", b"object_offset", "source_length", b"source_length", "source_offset", b"source_offset", "superseded", b"superseded", "unused", b"unused", "want_row", b"want_row"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_unused", b"_unused"]) -> typing.Literal["unused"] | None: ...
 
 global___FetchedPart = FetchedPart

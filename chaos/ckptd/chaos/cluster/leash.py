@@ -117,23 +117,14 @@ def _wipe(folders: list[str]) -> None:
         time.sleep(_WIPE_DEADLINE_S / 15)
 
 
-def _kill_guarded(guarded: list[tuple[int, str | None]]) -> None:
-    for pid, started in guarded:
-        if started is not None and start_time(pid) == started:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
-
-
 def main(argv: list[str]) -> int:
-    """Run `--line FD [--guard PID]... [--wipe DIR]... [-- COMMAND...]`; return the command's exit code.
+    """Run `--line FD [--wipe DIR]... [-- COMMAND...]`; return the command's exit code.
 
     With a command: start it, write its pid to the line, and end when it ends or the line does. Without one: wait for
-    the end of the line. Then kill what is left, kill the process groups `--guard`, and remove the folders `--wipe`;
-    the last two only at the end of the line.
+    the end of the line. Then kill what is left and, only at the end of the line, remove the folders `--wipe`.
     """
     options, _, command = _split(argv)
     line = int(options["--line"][0])
-    guarded = [(int(pid), start_time(int(pid))) for pid in options.get("--guard", [])]
 
     def start() -> int:
         defaults = (signal.SIGPIPE, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -142,7 +133,7 @@ def main(argv: list[str]) -> int:
         )
 
     try:
-        return hold(line, start if command else None, guarded=guarded, wipe=options.get("--wipe", []))
+        return hold(line, start if command else None, wipe=options.get("--wipe", []))
     except OSError as failure:
         sys.stderr.write(f"cannot start {command[0]}: {failure.strerror}\n")
         return 127
@@ -152,7 +143,6 @@ def hold(
     line: int,
     start: Callable[[], int] | None,
     *,
-    guarded: list[tuple[int, str | None]] | None = None,
     wipe: list[str] | None = None,
 ) -> int:
     """Be the leash of what `start` starts (it returns a pid); see `main`. For a process with nothing else to do.
@@ -188,7 +178,6 @@ def hold(
                 return code
         if stopped or (line in ready and not _read(line)):
             kill_tree(os.getpid())
-            _kill_guarded(guarded or [])
             _wipe(wipe or [])
             return 128 + signal.SIGKILL
 

@@ -64,12 +64,11 @@ class Leashed:
     For one thread. A context manager: the tree is dead on exit.
 
     Args:
-        command: Program and arguments; looked up on PATH. Empty: nothing runs, the leash only guards and wipes.
+        command: Program and arguments; looked up on PATH. Empty: nothing runs, the leash only wipes.
         environment: The whole environment of the command.
         stdout: File the output is appended to.
         stderr: Same for errors; None joins them with the output.
         cwd: Working folder; None keeps ours.
-        guard: Process groups (by leader) that die with the harness although somebody else started them.
         wipe: Folders that are removed when the tree is killed or the harness dies; not when the command just ends.
 
     Raises:
@@ -84,12 +83,10 @@ class Leashed:
         stdout: Path = Path(os.devnull),
         stderr: Path | None = None,
         cwd: Path | None = None,
-        guard: Iterable[int] = (),
         wipe: Iterable[Path] = (),
     ) -> None:
         self._line, theirs = socket.socketpair()
         options = ["--line", str(theirs.fileno())]
-        options += [part for pid in guard for part in ("--guard", str(pid))]
         options += [part for folder in wipe for part in ("--wipe", str(folder))]
         with ExitStack() as stack:
             stack.enter_context(theirs)
