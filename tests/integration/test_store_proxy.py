@@ -184,6 +184,22 @@ def test_a_store_that_says_nothing_is_a_timeout_and_is_got_over(rig: Rig) -> Non
     assert rig.done() == [("hang", "put", "key")] * 2 + [("hang", "get", "key")]
 
 
+def test_a_hang_with_a_time_ends_with_the_connection(rig: Rig) -> None:
+    """The client need not give up: it hears nothing for so long, then the connection ends, and nothing was done."""
+    rig.add(K.HANG, op=Op.PUT, delay_s=0.2)
+    begun = time.monotonic()
+    with pytest.raises(OutcomeUnknown) as caught:
+        rig.bare.put("key", b"x")
+    assert "timed out" not in str(caught.value)
+    assert time.monotonic() - begun >= 0.2
+    with pytest.raises(NotFound):
+        rig.true.head("key")
+    rig.add(K.HANG, op=Op.GET, delay_s=0.1)
+    rig.true.put("key", b"x")
+    assert rig.store.get("key") == b"x"
+    assert rig.done() == [("hang", "put", "key"), ("hang", "get", "key")]
+
+
 def test_a_skewed_clock_is_said_after_three_attempts(rig: Rig) -> None:
     """RequestTimeTooSkewed is ClockSkew with the way out: each attempt is signed anew, and more do not help."""
     rig.add(K.SKEWED, times=None)

@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from ckptd.chaos.cli import app
@@ -111,6 +112,9 @@ def test_a_scenario_of_a_preset_can_be_run_alone(tmp_path: Path) -> None:
         (["--preset", "ci", "--", "missing.py"], "there is no script 'missing.py'"),
         (["--preset", "cj", "--", "missing.py"], "there is no preset 'cj'; there are: ci"),
         (["node-lost"], "there is no script; the right form: -- train.py ..."),
+        (["--preset", "ci", "--nproc", "2"], "there is no script; the right form: -- train.py ..."),
+        (["--preset", "cj"], "there is no preset 'cj'; there are: ci"),
+        (["--nproc", "2"], "there is no scenario; say --preset ci, or a name of --list"),
         (["node-lost", "--only", "x", "--", "missing.py"], "--only goes with --preset"),
     ],
 )
@@ -121,6 +125,12 @@ def test_the_command_refuses_before_anything_starts(line: list[str], says: str, 
     assert ended.exit_code == 2
     assert says in " ".join(ended.output.split())
     assert not out.exists()
+
+
+def test_a_preset_needs_no_scenario() -> None:
+    """The help does not ask for one, and so nothing does."""
+    scenario = next(one for one in typer.main.get_command(app).commands["run"].params if one.name == "scenario")  # type: ignore[attr-defined]
+    assert not scenario.required
 
 
 def test_presets_are_listed() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 
+from ckptd.chaos.moment_names import EVENTS, EVENTS_BEFORE
 from ckptd.chaos.scenario import Expectation, Fault, Moment, StoreFault, Target
 from ckptd.chaos.scenario_reader import ScenarioError, load, parse, scenario_names
 
@@ -62,6 +66,8 @@ def test_a_scenario_says_whom_what_and_when() -> None:
         ("lost_steps_max = 4", "lost_steps_max = -1", 20, "lost_steps_max is a whole number from 0, not -1"),
         ("recovery_s_max = 120", 'recovery_s_max = "2m"', 21, "recovery_s_max is a whole number from 0, not '2m'"),
         ("[expect]", "[expects]", 16, "unknown key 'expects'; allowed: title, proves, needs, failpoints, fault"),
+        ('target = "rank any"', 'target = "rank ²"', 8, "does not say which rank"),
+        ("relaunches = [2, 2]", "relaunches = [true, 2]", 19, "relaunches is [fewest, most]"),
     ],
 )
 def test_what_is_wrong_is_refused_with_line_and_allowed_words(old: str, new: str, line: int, words: str) -> None:
@@ -70,6 +76,102 @@ def test_what_is_wrong_is_refused_with_line_and_allowed_words(old: str, new: str
         parse(GOOD.replace(old, new, 1), name="x", source="x.toml")
     assert str(caught.value).startswith(f"x.toml:{line}: ")
     assert words in str(caught.value)
+
+
+AGENT = """\
+[[fault]]
+do = "kill"
+target = "agent 1"
+at = { failpoint = "uploader.before_put", nth = 2 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "line", "words"),
+    [
+        (GOOD, "before_put", "befor_put", 4, "no failpoint 'uploader.befor_put' (did you mean uploader.before_put"),
+        (
+            GOOD,
+            "uploader.before_put=delay:0.1",
+            "nonsense",
+            4,
+            "'nonsense' is not name=action[@nth] with action one of",
+        ),
+        (GOOD, "=delay:0.1", "=delay:soon", 4, "is not name=action[@nth] with action one of"),
+        (
+            GOOD,
+            "uploader.before_put",
+            "client.before_copy",
+            4,
+            "'client.before_copy' is passed by a rank, not by an agent",
+        ),
+        (GOOD, "uploader.before_put", "sweep.before_list", 4, "passed by a verb, not by an agent; allowed: those of"),
+        (
+            GOOD,
+            '"staged"',
+            '"stagd"',
+            9,
+            "no event 'stagd' (did you mean staged or started or staged_local?); allowed: ack",
+        ),
+        (GOOD, '"staged"', '"qqqq"', 9, "there is no event 'qqqq'; allowed: acknowledged, adopted, attached"),
+        (GOOD, '"staged"', '""', 9, "there is no event ''; allowed: acknowledged"),
+        (GOOD, '"staged"', '"save_returned"', 9, "stands in the logs of ranks alone"),
+        (GOOD, '"staged"', '"launched"', 9, "there is no event 'launched'"),
+        (GOOD, '"sealed"', '"seald"', 9, "no event 'seald' (did you mean sealed or sealed-local"),
+        (
+            GOOD,
+            '"sealed"',
+            '"claimed"',
+            9,
+            "before is 'claimed', which is no event of an agent that tells its step; allowed:",
+        ),
+        (AGENT, "before_put", "befor_put", 4, "no failpoint 'uploader.befor_put' (did you mean uploader.before_put"),
+        (AGENT, "uploader.before_put", "", 4, "there is no failpoint ''"),
+        (AGENT, "uploader.before_put", "client.before_copy", 4, "passed by a rank, not by an agent; allowed: those of"),
+        (
+            AGENT,
+            "uploader.before_put",
+            "coordinator.before_claim",
+            4,
+            'which is agent 0; allowed: target = "coordinator"',
+        ),
+        (AGENT, '"agent 1"', '"rank 1"', 4, "a failpoint kills or stops an agent or the coordinator"),
+        ("fault = [3]\n", "3", "3", 1, "a fault is a table, written as [[fault]], not 3"),
+        ('title = "x"\nfault = ["kill"]\n', "x", "y", 2, "a fault is a table, written as [[fault]], not 'kill'"),
+        ("fault = 3\n", "3", "3", 1, "a scenario has at least one [[fault]]"),
+    ],
+)
+def test_what_nobody_ever_says_or_passes_is_refused(text: str, old: str, new: str, line: int, words: str) -> None:
+    """A moment that cannot come is said before anything starts, with near names, and not after all runs as a missed fault."""
+    assert old in text
+    with pytest.raises(ScenarioError) as caught:
+        parse(text.replace(old, new, 1), name="x", source="x.toml")
+    assert str(caught.value).startswith(f"x.toml:{line}: ")
+    assert words in str(caught.value)
+
+
+def test_a_failpoint_of_the_coordinator_is_passed_by_the_agent_of_rank_0() -> None:
+    """It may be said of either; and the coordinator's agent passes what every agent does."""
+    for target, failpoint in itertools.product(
+        ("agent 0", "coordinator"), ("coordinator.before_claim", "held.before_stage")
+    ):
+        text = AGENT.replace("agent 1", target).replace("uploader.before_put", failpoint)
+        assert parse(text, name="x", source="x.toml").faults[0].at == Moment(failpoint=failpoint, nth=2)
+
+
+def test_every_event_of_an_agent_or_script_can_be_waited_for() -> None:
+    """What is declared is taken; so is what only says that a fault came too late, where it tells its step."""
+    for kind in EVENTS:
+        before = kind if kind in EVENTS_BEFORE else "sealed"
+        text = GOOD.replace('"staged"', f'"{kind}"').replace('"sealed"', f'"{before}"')
+        assert parse(text, name="x", source="x.toml").faults[0].at == Moment(event=kind, nth=2, before=before)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    """No traceback of a decoder."""
+    (tmp_path / "x.toml").write_bytes(b"title = '\xff'")
+    with pytest.raises(ScenarioError, match=r"x\.toml cannot be read: .*utf-8"):
+        load(str(tmp_path / "x.toml"))
 
 
 def test_toml_that_is_none_is_refused_with_its_place() -> None:

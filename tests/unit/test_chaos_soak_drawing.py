@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckptd.chaos.local_faults import DISK_FAULTS_OF, DiskFault
 from ckptd.chaos.network.words import NETWORK_FAULTS
+from ckptd.chaos.scenario import Scenario, StoreFault
 from ckptd.chaos.scenario_reader import parse
 from ckptd.chaos.scenario_writer import to_toml
 from ckptd.chaos.schedule import schedule
@@ -21,7 +23,9 @@ from ckptd.chaos.soak.chance import Chance
 from ckptd.chaos.soak.deeds import DEEDS
 from ckptd.chaos.soak.drawing import draw
 from ckptd.chaos.soak.moments import CLAIMING, DECIDING, JOINING, SAVING
+from ckptd.daemon.log_view import MAX_LOOKS
 from ckptd.protos.boundaries import BOUNDARIES
+from ckptd.storage_backends.fault_script import FaultKind
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "soak.txt"
 DRAWN = [(7, 2, 1, "local"), (8, 2, 1, "s3"), (9, 3, 2, "s3"), (10, 1, 2, "local")]
@@ -106,7 +110,7 @@ def test_every_deed_is_drawn() -> None:
     assert {("slow", kind) for kind in ("rank", "agent")} <= set(kinds)
     assert {("clock", kind) for kind in ("node", "rank", "agent")} <= set(kinds)
     assert {fault.network.kind for fault in drawn if fault.network is not None} == set(NETWORK_FAULTS)
-    assert len({fault.store.kind for fault in drawn if fault.store is not None}) >= 10
+    assert {fault.store.kind for fault in drawn if fault.store is not None} == set(FaultKind)
     assert sum(fault.at.restarting for fault in drawn) > 100
     assert {fault.target.which for fault in drawn if fault.target.kind == "rank"} == {0, 1, 2, 3}
 
@@ -116,6 +120,47 @@ def test_every_way_of_a_disk_is_drawn() -> None:
     drawn = [fault for seed in range(400) for fault in draw(seed, nnodes=2, nproc=1, store="local").faults]
     ways = {(fault.local.disk, fault.local.kind) for fault in drawn if isinstance(fault.local, DiskFault)}
     assert ways == {(disk, kind) for disk in ("store", "shm") for kind in DISK_FAULTS_OF[disk]}
+
+
+def store_faults(scenario: Scenario) -> list[StoreFault]:
+    return [fault.store for fault in scenario.faults if fault.store is not None]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds, sizes)
+def test_what_the_store_does_can_be_got_over(seed: int, size: tuple[int, int]) -> None:
+    """No lie that nothing finds out, and no silence that the job's deadlines do not bear: what is red then is a bug."""
+    faults = store_faults(draw(seed, nnodes=size[0], nproc=size[1], store="s3"))
+    stale = [fault for fault in faults if fault.kind == "stale_list"]
+    # LIST of index/ and pins/ has no defence; a start gives up after MAX_LOOKS at the log.
+    assert {(fault.op, fault.prefix) for fault in stale} <= {("list", "log/")}
+    assert sum(fault.times or MAX_LOOKS for fault in stale) < MAX_LOOKS
+    hanging = [fault for fault in faults if fault.kind == "hang"]
+    # A job attaches within 30 s; without delay_s a call hangs until the driver's own timeout, which is as long.
+    assert all(fault.delay_s for fault in hanging)
+    assert sum((fault.times or 100) * fault.delay_s for fault in hanging) < 10
+    for fault in faults:
+        if fault.kind == "skewed":
+            assert (fault.op, fault.prefix, (fault.times or 3) < 3) == ("put", "chunks/", True)
+        if fault.kind == "drip":
+            assert (fault.times or 100) <= 4
+            assert fault.bytes_per_s >= (20_000 if fault.op == "get" else 5_000)
+
+
+def test_a_stale_list_meets_a_job_that_starts_again() -> None:
+    """Of the looks that show the past some are left when the job dies within a second: its next start gets them."""
+    met = starting = 0
+    for seed in range(400):
+        faults = draw(seed, nnodes=2, nproc=1, store="s3").faults
+        kinds = Counter(fault.store.kind for fault in faults if fault.store is not None)
+        assert max(kinds["stale_list"], kinds["hang"]) <= 1, seed
+        for fault, following in itertools.pairwise(faults):
+            if fault.store is not None and fault.store.kind == "stale_list":
+                starting += fault.at.restarting
+                soon = following.at.after_ms is not None and following.at.after_ms <= 800
+                met += following.do == "kill" and soon and (fault.store.times or 0) >= 2
+    assert met >= 30
+    assert starting >= 3
 
 
 def test_the_failpoints_of_the_table_exist() -> None:

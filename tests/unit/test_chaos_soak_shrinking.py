@@ -124,6 +124,24 @@ def test_any_parts_make_a_scenario_that_can_be_run(seed: int, store: str, data: 
         assert sum(one.replaced for one in told) == sum(one.kind == "heal" for one in told)
 
 
+@pytest.mark.parametrize(
+    ("kind", "op", "prefix"),
+    [
+        ("stale_list", "list", "log/"),
+        ("corrupted", "get", "chunks/"),
+        ("put_lost", "put", "log/"),
+        ("skewed", "put", "chunks/"),
+    ],
+)
+def test_a_lie_of_the_store_is_not_simplified_into_one_that_nothing_finds_out(kind: str, op: str, prefix: str) -> None:
+    """Without its prefix it would strike what has no defence, and what is left of a schedule would fail for that."""
+    store = StoreFault(kind=kind, op=op, prefix=prefix, times=3)
+    part = Part(faults=((0, Fault(do="store", target=Target(kind="store"), at=Moment(step=1), store=store)),))
+    others = [fault.store for other in simpler(part) for _, fault in other.faults]
+    assert others
+    assert {other.prefix for other in others if other is not None} == {prefix}
+
+
 def test_simpler_comes_to_an_end() -> None:
     """Following simpler parts never turns in a circle, and ends at the plainest moment there is."""
     fault = Fault(

@@ -22,7 +22,7 @@ from ckptd.client.errors import from_wire
 from ckptd.daemon.cli.exit_codes import ExitCode, code_of
 from ckptd.daemon.config import AgentConfig, load_config, printed
 from ckptd.daemon.errors import DaemonError
-from ckptd.protos import failpoints
+from ckptd.protos import event_kinds, failpoints
 from ckptd.protos.error_pb2 import Error, Reason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,10 +210,10 @@ def test_every_room_is_on_the_map(folder: str) -> None:
 _EVENT_CALLS = {"emit", "_emit", "log", "_line"}
 
 
-def emitted() -> dict[str, set[str]]:
-    """Return every kind of event that the code emits, with the fields it gives."""
+def emitted(*folders: str) -> dict[str, set[str]]:
+    """Return every kind of event that the code of some folders emits, of all by default, with the fields it gives."""
     found: dict[str, set[str]] = {}
-    for folder in ("daemon/ckptd/daemon", "client/ckptd/client", "protos/ckptd/protos"):
+    for folder in folders or ("daemon/ckptd/daemon", "client/ckptd/client", "protos/ckptd/protos"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if (
@@ -246,12 +246,14 @@ def _fields(call: ast.Call) -> Iterator[str]:
             )
 
 
-def documented_events() -> dict[str, set[str]]:
-    """Return the kinds of docs/events.md with their fields."""
+def documented_events(*, but_section: str = "") -> dict[str, set[str]]:
+    """Return the kinds of docs/events.md with their fields, without those of one section."""
     found: dict[str, set[str]] = {}
-    for row in re.finditer(
-        r"^\| `([\w-]+)` \| .* \| (.*) \|$", (ROOT / "docs/events.md").read_text(encoding="utf-8"), re.MULTILINE
-    ):
+    page = (ROOT / "docs/events.md").read_text(encoding="utf-8")
+    if but_section:
+        before, _, rest = page.partition(f"{but_section}\n")
+        page = before + rest.partition("\n## ")[2]
+    for row in re.finditer(r"^\| `([\w-]+)` \| .* \| (.*) \|$", page, re.MULTILINE):
         found.setdefault(row[1], set()).update(re.findall(r"`(\w+)`", row[2]))
     return found
 
@@ -260,6 +262,22 @@ def test_every_kind_of_event_is_documented() -> None:
     """docs/events.md lists every kind of line the code writes, and no other."""
     assert set(emitted()) <= set(documented_events())
     assert set(documented_events()) <= set(emitted())
+
+
+def test_every_kind_of_event_is_declared_with_its_writer() -> None:
+    """Whoever waits for an event by its name asks `event_kinds`: agents, coordinators and clients emit what stands there."""
+    leads = set(emitted("daemon/ckptd/daemon/coordinator")) | {"coordinator_closed"}
+    assert leads == set(event_kinds.OF_COORDINATORS)
+    assert set(emitted("daemon/ckptd/daemon")) - leads <= set(event_kinds.OF_AGENTS)
+    assert leads | set(event_kinds.OF_AGENTS) == set(emitted("daemon/ckptd/daemon"))
+    assert set(emitted("client/ckptd/client")) == set(event_kinds.OF_CLIENTS)
+    assert set(emitted("protos/ckptd/protos")) == set(event_kinds.OF_ALL)
+
+
+def test_the_events_that_tell_their_step_are_declared() -> None:
+    """Those of agents and coordinators that docs/events.md gives the field `step`."""
+    page = documented_events(but_section="## The client's")
+    assert {kind for kind, fields in page.items() if "step" in fields} == event_kinds.OF_A_STEP
 
 
 def test_every_field_of_an_event_is_documented() -> None:

@@ -81,8 +81,11 @@ def chaos(
 @app.command()
 def run(
     scenario: Annotated[
-        str, typer.Argument(help="Name of a scenario (see --list), or a .toml file. Not there with --preset.")
-    ],
+        str | None,
+        typer.Argument(
+            help="Name of a scenario (see --list), or a .toml file. Not there with --preset.", show_default=False
+        ),
+    ] = None,
     command: Annotated[
         list[str] | None,
         typer.Argument(
@@ -147,7 +150,7 @@ def run(
             timeout=timeout,
             network=network,
         )
-    except (ScenarioError, CommandError) as error:
+    except (ScenarioError, CommandError, ScheduleError) as error:
         _refuse(str(error))
     is_new = out is None or not out.exists()
     folder = (out or Path(tempfile.mkdtemp(prefix="ckptd-chaos-"))).resolve()

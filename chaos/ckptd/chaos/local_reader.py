@@ -63,7 +63,7 @@ class LocalFaultReader(ABC):
             local = self._clock(table, where)
         target = self._local_target(table, do, local, where)
         moment = self._moment_at(table, where)
-        if moment.failpoint:
+        if moment.failpoint is not None:
             raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
         return Fault(do=do, target=target, at=moment, local=local)
 

@@ -24,7 +24,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ckptd.chaos.cache import code_digest, default_cache
-from ckptd.chaos.cluster.store import STORES
+from ckptd.chaos.cluster.store import STORES, missing_store
 from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, REASONS, SHAPES, VICTIMS, Cell, reason
 from ckptd.chaos.matrix.cells import cells as all_cells
 from ckptd.chaos.matrix.pace import Pace
@@ -114,9 +114,11 @@ def matrix(
         return
     code = code_digest(SCRIPT if moe is None else moe)
     kept = Results((results or default_cache() / "matrix"), code)
+    due = [cell for cell in applicable if moe is not None or again or not kept.is_settled(str(cell))]
+    if missing := next(filter(None, (missing_store(kind) for kind in dict.fromkeys(cell.store for cell in due))), ""):
+        raise typer.BadParameter(missing)
     kept.begin(commit=commit_of(Path(__file__).parent), code=code, begun=time.time())
     if moe is None:
-        due = [cell for cell in applicable if again or not kept.is_settled(str(cell))]
         _run(due, kept, console, workers or default_workers())
     else:
         chosen = _hurt_real_job(moe.resolve(), applicable, seed if only == "*" else None, kept, console)

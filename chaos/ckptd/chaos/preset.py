@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptd.chaos.cluster.store import STORES
 from ckptd.chaos.scenario import Scenario
-from ckptd.chaos.scenario_reader import ScenarioError, load
+from ckptd.chaos.scenario_reader import ScenarioError, load, read_text
 
 _KEYS = ("title", "nodes", "ranks", "store", "timeout_s", "every_save", "scenarios")
 
@@ -63,7 +63,7 @@ def load_preset(name: str) -> Preset:
     if name.endswith(".toml"):
         if not Path(name).is_file():
             raise ScenarioError(f"there is no preset file {name}")
-        return parse_preset(Path(name).read_text(encoding="utf-8"), name=name)
+        return parse_preset(read_text(Path(name)), name=name)
     if name not in preset_names():
         raise ScenarioError(f"there is no preset {name!r}; there are: {', '.join(preset_names())}, or a .toml file")
     text = (resources.files("ckptd.chaos.presets") / f"{name}.toml").read_text(encoding="utf-8")

@@ -92,7 +92,7 @@ def run_series(
         tell: Is told of each trial that is done; the summary in the stage's folder knows of it by then.
 
     Raises:
-        ScheduleError: A scenario does not fit the number of nodes and ranks, or the store; nothing was started.
+        ScheduleError: A scenario does not fit the number of nodes and ranks, the store, or the network; nothing was started.
         OSError: Evidence or reports cannot be written.
         KeyboardInterrupt: As it came; nothing is left running, and the summary names what is still open.
     """

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from ckptd.chaos.cluster.store import STORES
+from ckptd.chaos.cluster.store import STORES, missing_store
 from ckptd.chaos.command import CommandError, agreed, parse_command
 from ckptd.chaos.conductor import Limits
+from ckptd.chaos.fitting import fitted
 from ckptd.chaos.history import Event
 from ckptd.chaos.network.words import WAYS
 from ckptd.chaos.preset import Preset, load_preset
@@ -66,7 +67,7 @@ class Request:
 
 
 def read_request(
-    first: str,
+    first: str | None,
     rest: Sequence[str],
     *,
     preset: str | None = None,
@@ -80,7 +81,7 @@ def read_request(
     """Return what is to be run.
 
     Args:
-        first: Name of a scenario; the first word of the command, where there is a preset.
+        first: Name of a scenario; the first word of the command, where there is a preset. None: nothing was said.
         rest: The command, or the rest of it.
         preset: Name or file of a preset.
         only: Names of its scenarios; empty: all of them.
@@ -92,7 +93,8 @@ def read_request(
 
     Raises:
         ScenarioError: No such scenario or preset, or a wrong one.
-        CommandError: The command cannot be run, or says other numbers than the options.
+        CommandError: The command cannot be run, or says other numbers than the options; or there is no such store here.
+        ScheduleError: A scenario does not fit the number of nodes and ranks, the store, or the network.
     """
     if store is not None and store not in STORES:
         raise CommandError(f"--store is {store!r}; allowed: {', '.join(STORES)}")
@@ -107,9 +109,9 @@ def read_request(
     else:
         if first in scenario_names():
             raise CommandError(f"a preset names its scenarios; for this one of them: --only {first}")
-        scenarios, words = _only(chosen, only), [first, *rest]
+        scenarios, words = _only(chosen, only), [*([] if first is None else [first]), *rest]
     command = parse_command(words, is_file=lambda name: Path(name).is_file())
-    return Request(
+    request = Request(
         scenarios=scenarios,
         preset=chosen,
         script=command.script,
@@ -120,9 +122,16 @@ def read_request(
         network=network,
         left_out=command.left_out,
     )
+    for scenario in scenarios:
+        fitted(scenario, nnodes=request.nnodes, nproc=request.nproc, store=request.store, network=network)
+    if missing := missing_store(request.store):
+        raise CommandError(missing)
+    return request
 
 
-def _scenario(name: str) -> Scenario:
+def _scenario(name: str | None) -> Scenario:
+    if name is None:
+        raise CommandError("there is no scenario; say --preset ci, or a name of --list, and then -- and the script")
     if name.endswith(".py") or name == "torchrun":
         raise CommandError(
             f"{name!r} stands where a scenario should; say --preset ci, or a name of --list, before the --"

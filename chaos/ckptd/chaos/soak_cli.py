@@ -23,7 +23,7 @@ from rich.console import Console
 
 from ckptd.chaos.cache import default_cache
 from ckptd.chaos.cluster.launcher import MOST_NODES
-from ckptd.chaos.cluster.store import STORES
+from ckptd.chaos.cluster.store import STORES, missing_store
 from ckptd.chaos.command import CommandError, agreed, parse_command
 from ckptd.chaos.conductor import Limits
 from ckptd.chaos.ending import SignalledError, ends_in_order
@@ -32,7 +32,7 @@ from ckptd.chaos.reports.summary import overall_verdict, write_summary
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.scenario_reader import ScenarioError, load
 from ckptd.chaos.scenario_writer import to_toml
-from ckptd.chaos.schedule import ScheduleError, schedule
+from ckptd.chaos.schedule import ScheduleError
 from ckptd.chaos.soak.drawing import draw
 from ckptd.chaos.soak.reproducing import Bounds, Reproduction, reproduce
 from ckptd.chaos.soak.running import Setting, Soak, is_red
@@ -178,13 +178,15 @@ def soak(
     if given is not None and (seed, seeds, minutes) != (None, None, None):
         _refuse("--schedule runs one schedule; it goes without --seed, --seeds and --minutes")
     first = secrets.randbelow(1 << 31) if seed is None and given is None else seed or 0
+    setting = _setting(script, nnodes, nproc, timeout, cached=cached)
+    stores = STORES if store == "both" else (store,)
     plan = _Plan(
-        setting=_setting(script, nnodes, nproc, timeout, cached=cached),
-        stores=STORES if store == "both" else (store,),
+        setting=setting,
+        stores=stores,
         first=first,
         seeds=1 if given is not None else seeds if seeds is not None or minutes is not None else _SEEDS,
         until=None if minutes is None else time.monotonic() + minutes * 60,
-        given=None if given is None else _read(given, nnodes, nproc, store),
+        given=None if given is None else _read(given, setting, stores),
         shrinks=shrink,
         bounds=Bounds(tries=shrink_tries, time=timedelta(minutes=shrink_minutes)),
         keeps=keep or out is not None,
@@ -193,6 +195,8 @@ def soak(
     if listed:
         _list(plan)
         return
+    if missing := next(filter(None, map(missing_store, stores)), ""):
+        _refuse(missing)
     folder = (out or Path(tempfile.mkdtemp(prefix="ckptd-soak-"))).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
@@ -230,14 +234,13 @@ def _setting(command: Sequence[str], nnodes: int, nproc: int, timeout: float | N
     )
 
 
-def _read(given: Path, nnodes: int, nproc: int, store: str) -> Scenario:
+def _read(given: Path, setting: Setting, stores: Sequence[str]) -> Scenario:
     try:
         scenario = load(str(given if given.suffix == ".toml" else given.with_suffix(".toml")))
-        schedule(scenario, nnodes=nnodes, nproc=nproc, seed=0)
+        for store in stores:
+            setting.fitted(scenario, store=store)
     except (ScenarioError, ScheduleError) as error:
         _refuse(str(error))
-    if store != "s3" and any(fault.store is not None for fault in scenario.faults):
-        _refuse(f"{given} makes an S3 store fail; say --store s3")
     return scenario
 
 

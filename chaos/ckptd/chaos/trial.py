@@ -31,6 +31,7 @@ from ckptd.chaos.evidence import (
     saves_of,
     surroundings_of,
 )
+from ckptd.chaos.fitting import fitted
 from ckptd.chaos.history import Event
 from ckptd.chaos.judging import judge
 from ckptd.chaos.leading import Lead, TrialError, Undisturbed
@@ -40,7 +41,7 @@ from ckptd.chaos.report import Report, cached_words
 from ckptd.chaos.reports.write import write_report
 from ckptd.chaos.root import RootFacts, read_root_by_name
 from ckptd.chaos.scenario import Scenario
-from ckptd.chaos.schedule import PlannedFault, ScheduleError, schedule
+from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.watch import last_lines
 from ckptd.storage_backends.errors import StorageError
 
@@ -184,7 +185,7 @@ def run_trial(
             deterministic gives unknown.
 
     Raises:
-        ScheduleError: The scenario does not fit the number of nodes and ranks.
+        ScheduleError: The scenario does not fit the number of nodes and ranks, the store, or the network; nothing was started.
         OSError: Evidence or report cannot be written.
         KeyboardInterrupt: As it came; nothing is left running, and the report says that it was broken off.
     """
@@ -206,13 +207,9 @@ def planned(stage: Stage, scenario: Scenario, *, store: str, seed: int) -> tuple
     """Return a scenario's faults for this stage.
 
     Raises:
-        ScheduleError: The scenario does not fit the number of nodes and ranks, or the store.
+        ScheduleError: The scenario does not fit the number of nodes and ranks, the store, or the network.
     """
-    faults = schedule(scenario, nnodes=stage.nnodes, nproc=stage.nproc, seed=seed)
-    if store != "s3" and any(fault.store is not None for fault in faults):
-        raise ScheduleError(f"scenario {scenario.name} makes an S3 store fail; say --store s3")
-    require_means(faults, store=store)
-    return faults
+    return fitted(scenario, nnodes=stage.nnodes, nproc=stage.nproc, store=store, network=stage.network, seed=seed)
 
 
 def require_here(stage: Stage, faults: Sequence[PlannedFault], *, store: str) -> None:

@@ -20,7 +20,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ckptd.protos.boundaries import BOUNDARIES
@@ -67,8 +67,12 @@ _ARGUMENTS: dict[str, Callable[[str], bool]] = {
 """What each action takes after its colon."""
 
 
-def parse(specification: str) -> dict[str, Action]:
+def parse(specification: str, *, source: str = ENVIRONMENT_VARIABLE) -> dict[str, Action]:
     """Parse the grammar of the module docstring; names are not looked up.
+
+    Args:
+        specification: See the module docstring.
+        source: Where it stands, for the error.
 
     Raises:
         FailpointSyntaxError: names the entry and the grammar.
@@ -85,11 +89,26 @@ def parse(specification: str) -> dict[str, Action]:
             or not argument_fits(argument)
         ):
             raise FailpointSyntaxError(
-                f"{ENVIRONMENT_VARIABLE}: {entry!r} is not name=action[@nth] with action one of "
+                f"{source}: {entry!r} is not name=action[@nth] with action one of "
                 "kill, stop, exit:CODE (0 to 255), delay:SECONDS, error:TEXT, pass, and nth from 1"
             )
         found[name] = Action(verb=verb, argument=argument, nth=int(nth) if nth else None)
     return found
+
+
+def require_known(
+    names: Iterable[str], *, known: Collection[str] = BOUNDARIES, source: str = ENVIRONMENT_VARIABLE
+) -> None:
+    """Check that there are failpoints of these names.
+
+    Raises:
+        FailpointSyntaxError: names the first that there is not, and near ones.
+    """
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+            hint = f"did you mean {' or '.join(near)}?" if near else "`ckptd chaos failpoints` lists them"
+            raise FailpointSyntaxError(f"{source}: there is no failpoint {name!r} ({hint})")
 
 
 def configure(specification: str, *, log_path: str | None = None, known: Collection[str] = BOUNDARIES) -> None:
@@ -105,11 +124,7 @@ def configure(specification: str, *, log_path: str | None = None, known: Collect
     """
     global _log_path, _known, _is_configured
     found = parse(specification)
-    for name in found:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else "`ckptd chaos failpoints` lists them"
-            raise FailpointSyntaxError(f"{ENVIRONMENT_VARIABLE}: there is no failpoint {name!r} ({hint})")
+    require_known(found, known=known)
     _actions.clear()
     _hits.clear()
     _actions.update(found)

@@ -51,7 +51,8 @@ class FaultKind(StrEnum):
     RESET = "reset"
     """The connection breaks before anything happens in the store; the caller cannot know that."""
     HANG = "hang"
-    """Nothing happens in the store and nothing answers, until the caller gives up (here: for `delay_s`)."""
+    """Nothing happens in the store and nothing answers for `delay_s`, then the connection ends; over the wire, without
+    `delay_s`, until the caller gives up."""
     ANSWER_LOST = "answer_lost"
     """The call is done, then the connection breaks: OutcomeUnknown for a CREATE put, else Unavailable."""
     PUT_LOST = "put_lost"

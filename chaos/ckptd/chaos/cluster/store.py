@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from ckptd.chaos.seaweed import SeaweedServer
+from ckptd.chaos.seaweed import SeaweedServer, weed_binary
 
 STORES = ("local", "s3")
 
@@ -60,6 +60,16 @@ class S3Store:
     def environment(self) -> Mapping[str, str]:
         """Return endpoint and credentials."""
         return self.variables
+
+
+def missing_store(kind: str) -> str:
+    """Return why the store of `kind` cannot be had on this machine, with the way out; "" where it can. Nothing is started."""
+    if kind == "s3":
+        try:
+            weed_binary()
+        except FileNotFoundError as error:
+            return f"--store s3 needs a SeaweedFS server: {error}, or say --store local"
+    return ""
 
 
 @contextmanager

@@ -98,6 +98,19 @@ class NotRunError(Exception):
     """A network of this kind cannot be had here; the text says why."""
 
 
+def require_sense(asked: str, faults: Sequence[PlannedFault], *, has_endpoint: bool) -> None:
+    """Check what the faults of a run ask of the network, whatever machine it is; arguments as for `choose_way`.
+
+    Raises:
+        ScheduleError: It makes no sense anywhere.
+    """
+    wanted = [fault.network for fault in faults if fault.network is not None]
+    if wanted and asked not in ("auto", *WAYS):
+        raise ScheduleError(f"--network is {asked!r}; allowed: auto, {', '.join(WAYS)}")
+    if any(fault.needs_store for fault in wanted) and not has_endpoint:
+        raise ScheduleError("the network to the store is to be hurt, but local files need none; say --store s3")
+
+
 def choose_way(asked: str, faults: Sequence[PlannedFault], *, has_endpoint: bool) -> str:
     """Return the way that the faults of a run take; empty where none of them is the network's.
 
@@ -107,16 +120,13 @@ def choose_way(asked: str, faults: Sequence[PlannedFault], *, has_endpoint: bool
         has_endpoint: Whether the store is reached by network.
 
     Raises:
-        ScheduleError: It makes no sense.
+        ScheduleError: It makes no sense; see `require_sense`.
         NotRunError: The way that was asked for cannot be had here.
     """
+    require_sense(asked, faults, has_endpoint=has_endpoint)
     wanted = [fault.network for fault in faults if fault.network is not None]
     if not wanted:
         return ""
-    if asked not in ("auto", *WAYS):
-        raise ScheduleError(f"--network is {asked!r}; allowed: auto, {', '.join(WAYS)}")
-    if any(fault.needs_store for fault in wanted) and not has_endpoint:
-        raise ScheduleError("the network to the store is to be hurt, but local files need none; say --store s3")
     if asked == "proxy":
         return "proxy"
     why = namespaces.missing()

@@ -1,6 +1,6 @@
 """What a row of the table of deeds is, and the targets that its makers draw. Pure.
 
-Owns: the row. Does not own: the rows (`deeds`), nor their makers (`deeds`, `local_deeds`, `network_deeds`).
+Owns: the row. Does not own: the rows (`deeds`), nor their makers (`deeds`, `local_deeds`, `network_deeds`, `store_deeds`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class Deed:
         make: Draws the rest: one fault, or several that belong together.
         only_s3: It needs a store that can be made to fail.
         only_local: It needs a store that lies on a disk of this machine.
+        once: At most once in a schedule: two of it would last longer than the job's deadlines.
         min_nodes: Fewest nodes it can be done to.
         pulse: "stops" or "paces" processes; of these two a schedule has one: who is woken twice a second does not stand still.
     """
@@ -34,6 +35,7 @@ class Deed:
     make: Make
     only_s3: bool = False
     only_local: bool = False
+    once: bool = False
     min_nodes: int = 1
     pulse: str = ""
 
@@ -42,6 +44,7 @@ class Deed:
         return (
             (ground.store == "s3" or not self.only_s3)
             and (ground.store == "local" or not self.only_local)
+            and not (self.once and self.name in ground.drawn)
             and ground.nnodes >= self.min_nodes
             and (not self.pulse or ground.pulse in ("", self.pulse))
         )

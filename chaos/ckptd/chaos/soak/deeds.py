@@ -1,16 +1,14 @@
 """The table of what random schedules do. Pure; a row per deed.
 
 Owns: which deeds there are, how often each is drawn, and what it comes to as faults of a scenario. Does not own: when they
-strike (`moments`), nor the makers of `local_deeds` and `network_deeds`. A new deed joins by a maker and a row; seeds then stand
-for other schedules.
+strike (`moments`), nor the makers of `local_deeds`, `network_deeds` and `store_deeds`. A new deed joins by a maker and a row;
+seeds then stand for other schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from ckptd.chaos.scenario import Fault, Moment, StoreFault, Target
-from ckptd.chaos.soak import local_deeds, network_deeds
+from ckptd.chaos.scenario import Fault, Moment, Target
+from ckptd.chaos.soak import local_deeds, network_deeds, store_deeds
 from ckptd.chaos.soak.chance import Chance
 from ckptd.chaos.soak.deed import Deed, any_node, any_rank
 from ckptd.chaos.soak.moments import Ground, failpoint, moment
@@ -77,40 +75,6 @@ def _freeze_node(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
     return stop, Fault(do="continue", target=stop.target, at=Moment(event="decided", nth=chance.between(1, 2)))
 
 
-def _store_fails(chance: Chance, ground: Ground) -> tuple[Fault, ...]:
-    at = moment(chance, ground, "store")
-    return (Fault(do="store", target=Target(kind="store"), at=at, store=chance.one_of(_STORE_FAULTS)(chance)),)
-
-
-def _times(kind: str, op: str | None = None, prefix: str = "") -> Callable[[Chance], StoreFault]:
-    return lambda chance: StoreFault(kind=kind, op=op, prefix=prefix, times=chance.between(1, 3))
-
-
-def _for_some_time(kind: str, op: str | None = None) -> Callable[[Chance], StoreFault]:
-    return lambda chance: StoreFault(kind=kind, op=op, times=None, for_s=chance.between(1, 3))
-
-
-_STORE_FAULTS: tuple[Callable[[Chance], StoreFault], ...] = (
-    _times("error"),
-    _times("error", "put"),
-    _times("reset"),
-    _times("reset", "put"),
-    _times("answer_lost", "put", "chunks/"),
-    _times("answer_lost", "put", "log/"),
-    _times("answer_lost", "put", "index/"),
-    _times("put_lost", "put", "chunks/"),
-    _times("put_lost", "put", "index/"),
-    _times("put_lost", "put", "log/"),
-    _times("truncated", "get"),
-    lambda _chance: StoreFault(kind="corrupted", op="get", prefix="chunks/", times=1),
-    _for_some_time("slow_down"),
-    _for_some_time("slow_down", "put"),
-    _for_some_time("outage"),
-    lambda chance: StoreFault(kind="delay", times=chance.between(2, 20), delay_s=1),
-    lambda chance: StoreFault(kind="limit", times=None, per_s=chance.between(5, 20), for_s=3),
-)
-"""What a store that keeps its contract may do, and what a lie of it must not cost."""
-
 DEEDS: tuple[Deed, ...] = (
     Deed(name="kill rank", weight=16, make=_kill_rank),
     Deed(name="kill agent", weight=8, make=_kill_agent),
@@ -136,6 +100,8 @@ DEEDS: tuple[Deed, ...] = (
     Deed(name="network", weight=14, make=network_deeds.disturb, min_nodes=2),
     Deed(name="network to store", weight=8, make=network_deeds.disturb_store, only_s3=True),
     Deed(name="cut off", weight=7, make=network_deeds.cut_off, min_nodes=2),
-    Deed(name="store", weight=40, make=_store_fails, only_s3=True),
+    Deed(name="store", weight=46, make=store_deeds.fail, only_s3=True),
+    Deed(name="stale list", weight=12, make=store_deeds.stale_list, only_s3=True, once=True),
+    Deed(name="store hangs", weight=6, make=store_deeds.hang, only_s3=True, once=True),
 )
 """All weights in one place."""

@@ -45,7 +45,8 @@ def draw(seed: int, *, nnodes: int, nproc: int, store: str, deeds: Sequence[Deed
             break
         deed = chance.weighted(possible, [one.weight for one in possible])
         faults += deed.make(chance, ground)
-        ground = _after(faults[-1], replace(ground, index=len(faults), pulse=ground.pulse or deed.pulse))
+        drawn, pulse = (*ground.drawn, deed.name), ground.pulse or deed.pulse
+        ground = _after(faults[-1], replace(ground, index=len(faults), drawn=drawn, pulse=pulse))
     return Scenario(
         name=f"seed-{seed}-{store}",
         title=f"{len(faults)} faults drawn by the seed {seed}",

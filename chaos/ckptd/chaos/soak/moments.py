@@ -65,6 +65,7 @@ class Ground:
         index: Of the fault that is drawn, from 0.
         is_starting: The fault before has the job started again.
         restarted: Numbers of the nodes whose agents that fault has started again.
+        drawn: Names of the deeds so far.
         pulse: What was done to processes so far that live on, see `deed.Deed`; "" for nothing.
     """
 
@@ -74,6 +75,7 @@ class Ground:
     index: int = 0
     is_starting: bool = False
     restarted: tuple[int, ...] = ()
+    drawn: tuple[str, ...] = ()
     pulse: str = ""
 
 

@@ -18,6 +18,7 @@ from typing import Self
 from ckptd.chaos.cluster import disks
 from ckptd.chaos.cluster.store import LocalStore, Store, open_store
 from ckptd.chaos.conductor import Limits
+from ckptd.chaos.fitting import fitted
 from ckptd.chaos.history import Event
 from ckptd.chaos.leading import Lead, Undisturbed
 from ckptd.chaos.record import Record, versions
@@ -25,7 +26,7 @@ from ckptd.chaos.report import Report
 from ckptd.chaos.reports.write import write_text
 from ckptd.chaos.scenario import Scenario
 from ckptd.chaos.scenario_writer import to_toml
-from ckptd.chaos.schedule import schedule
+from ckptd.chaos.schedule import PlannedFault
 from ckptd.chaos.soak.small_job import COMMAND, LIMITS, SmallLauncher, spawners
 from ckptd.chaos.trial import Stage, conclude, hurt, undisturbed_runs
 from ckptd.chaos.verdict import Verdict
@@ -57,6 +58,14 @@ class Setting:
     def network(self) -> str:
         """How the network is hurt: processes that are forked stay in the namespace of the server they are forked from."""
         return "proxy" if self.is_small else "auto"
+
+    def fitted(self, scenario: Scenario, *, store: str, seed: int = 0) -> tuple[PlannedFault, ...]:
+        """Return a schedule's faults for this setting.
+
+        Raises:
+            ScheduleError: It does not fit the number of nodes and ranks, the store, or the network.
+        """
+        return fitted(scenario, nnodes=self.nnodes, nproc=self.nproc, store=store, network=self.network, seed=seed)
 
 
 class Soak:
@@ -90,10 +99,10 @@ class Soak:
             replay: The line that runs it again; "{file}" is replaced by the path of the scenario's file.
 
         Raises:
-            ScheduleError: The scenario does not fit the number of nodes and ranks.
+            ScheduleError: The scenario does not fit, see `Setting.fitted`; nothing was started for it.
             OSError: Evidence or report cannot be written.
         """
-        faults = schedule(scenario, nnodes=self.setting.nnodes, nproc=self.setting.nproc, seed=seed)
+        faults = self.setting.fitted(scenario, store=store, seed=seed)
         folder = self._out / name
         folder.mkdir(parents=True)
         write_text(folder / SCENARIO_FILE, to_toml(scenario))

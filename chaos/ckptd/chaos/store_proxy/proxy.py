@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from typing import Self
 
 import aiohttp
@@ -119,7 +120,8 @@ class Proxy:
         if kind is FaultKind.HANG:
             self._ledger.done(fired)
             # A client that gives up cancels us.
-            await self._cleared.wait()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._cleared.wait(), fired.fault.delay_s or None)
             return _broken(request)
         answer = refusal(kind, request.raw_path)
         if answer is None:
