@@ -132,6 +132,7 @@ def decide(state: State, run: StepRun) -> Procedure:
             also_keep=[other.base for other in state.steps.values() if other is not run and other.base is not None],
         )
         label = "decision"
+        state.writing = list(record.keeps)
     else:
         assert run.failed is not None
         record = history.abort_record(timeline=state.timeline, step=run.step, why=run.failed, created_at=state.stamp())
@@ -148,6 +149,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=run.step)
     if made is not None:
         state.listed.keeps = history.with_digest(list(record.keeps), key, data)
+        state.writing = None
         state.listed.decisions[(str(state.timeline), run.step)] = made
         _forget_decisions(state)
     else:
