@@ -13,7 +13,7 @@ from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.effects import Compute, GetMany, ListKeys, Procedure, ProcedureStopped, Put, Wait
 from ckptd.daemon.coordinator.state import Phase, RefusedBegin, State, StepRun
 from ckptd.daemon.coverage import NotWhole, Whole, whole
-from ckptd.daemon.errors import DaemonError, make_error
+from ckptd.daemon.errors import DaemonError, TooLargeError, make_error
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
@@ -115,6 +115,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     """Commit or abort one step, then look at the claims again, then tell (R4, R5)."""
     assert state.timeline is not None
     made: Committed | None = None
+    record = data = None
     if run.failed is None:
         made = yield from _proved(state, run)
     key = keys.decision_key(state.timeline, run.step)
@@ -131,14 +132,20 @@ def decide(state: State, run: StepRun) -> Procedure:
             created_at=state.stamp(),
             also_keep=[other.base for other in state.steps.values() if other is not run and other.base is not None],
         )
-        label = "decision"
-        state.writing = list(record.keeps)
-    else:
+        try:
+            data = records.to_bytes(record)
+        except TooLargeError as wrong:  # nobody could read it again, nor anything after it
+            run.failed, made = wrong.error, None
+            run.failed.step = run.step
+        else:
+            state.writing = list(record.keeps)
+    if made is None:
         assert run.failed is not None
         record = history.abort_record(timeline=state.timeline, step=run.step, why=run.failed, created_at=state.stamp())
-        label = "abort"
-    data = records.to_bytes(record)
-    put = Put(key=key, data=data, label=label)
+        data = records.to_bytes(record)
+    assert record is not None
+    assert data is not None
+    put = Put(key=key, data=data, label="decision" if made is not None else "abort")
     yield from put_until_done(state, put)
     # A node may have said meanwhile that its part has failed: what is written counts, and is what everybody is told.
     why = run.failed if made is None else None
