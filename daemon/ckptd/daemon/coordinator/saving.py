@@ -115,7 +115,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     """Commit or abort one step, then look at the claims again, then tell (R4, R5)."""
     assert state.timeline is not None
     made: Committed | None = None
-    record = data = None
+    data: bytes | None = None
     if run.failed is None:
         made = yield from _proved(state, run)
     key = keys.decision_key(state.timeline, run.step)
@@ -138,14 +138,15 @@ def decide(state: State, run: StepRun) -> Procedure:
             run.failed, made = wrong.error, None
             run.failed.step = run.step
         else:
+            label = "decision"
             state.writing = list(record.keeps)
     if made is None:
         assert run.failed is not None
         record = history.abort_record(timeline=state.timeline, step=run.step, why=run.failed, created_at=state.stamp())
         data = records.to_bytes(record)
-    assert record is not None
+        label = "abort"
     assert data is not None
-    put = Put(key=key, data=data, label="decision" if made is not None else "abort")
+    put = Put(key=key, data=data, label=label)
     yield from put_until_done(state, put)
     # A node may have said meanwhile that its part has failed: what is written counts, and is what everybody is told.
     why = run.failed if made is None else None
