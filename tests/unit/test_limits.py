@@ -119,6 +119,12 @@ def test_a_node_hears_of_every_listed_step_in_few_bytes() -> None:
     assert started.ByteSize() < 4 << 20
     assert len(started.started.keeps) == STEPS
     assert started.started.keeps[-1] == StepRef(step=STEPS - 1, timeline=TIMELINE)
+    # The same message to each node that comes back, until another record counts.
+    run.hello(1)
+    assert run.said[-1][1] is started
+    run.state.listed.keeps = run.state.listed.keeps[-2:]
+    run.hello(1)
+    assert [ref.step for ref in run.said[-1][1].started.keeps] == [STEPS - 2, STEPS - 1]
 
 
 # ---------------------------------------------------------------- records

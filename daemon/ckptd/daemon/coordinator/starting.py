@@ -130,8 +130,14 @@ def announce(state: State, node: str | None = None) -> None:
 
     Of each step only what it is: there may be as many as a record lists, and a node has no use for where their decisions stand.
     """
-    keeps = [StepRef(step=ref.step, timeline=ref.timeline) for ref in state.listed.keeps]
-    message = CoordinatorMessage(started=CoordinatorMessage.Started(timeline=str(state.timeline), keeps=keeps))
+    told = state.told
+    if (
+        told is None or told[0] is not state.listed.keeps
+    ):  # half a second for 100,000 steps: not for each node that comes back
+        keeps = [StepRef(step=ref.step, timeline=ref.timeline) for ref in state.listed.keeps]
+        started = CoordinatorMessage.Started(timeline=str(state.timeline), keeps=keeps)
+        told = state.told = state.listed.keeps, CoordinatorMessage(started=started)
+    message = told[1]
     if node is None:
         state.broadcast(message)
     else:
