@@ -319,6 +319,7 @@ def test_text_that_utf8_cannot_hold_is_refused_by_key(make: Make, fake_agent: Fa
         ({"tags": {"why": "\ud800"}}, "lone surrogates"),
         ({"tags": {"\ud800": "x"}}, "lone surrogates"),
         ({"tags": {"why": 1}}, r"tags\['why'\] = 1 is no text"),
+        ({"tags": {"why": "x" * (5 << 20)}}, r"tags\['why'\] has 5242883 bytes, .* more than the 1048576"),
         ({"metrics": {"\ud800": 1.0}}, "lone surrogates"),
         ({"metrics": {"loss": 10**400}}, "metrics.'loss'. is no number"),
         ({"metrics": {"loss": "x"}}, "metrics.'loss'. is no number"),

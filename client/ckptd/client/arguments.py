@@ -9,12 +9,14 @@ import operator
 from collections.abc import Mapping, Sequence
 
 from ckptd.protos import error_pb2
+from ckptd.protos.limits import MAX_LABEL_BYTES
 
 from .errors import InvalidRequest
 from .state import check_text
 
 STEP_LIMIT = 10**12
 """Steps are below this number."""
+_SHOWN_CHARACTERS = 80
 
 
 def checked_step(step: int) -> int:
@@ -62,14 +64,41 @@ def checked_tags(tags: Mapping[str, str]) -> dict[str, str]:
     """Return the tags.
 
     Raises:
-        InvalidRequest: one is no text, or cannot be stored.
+        InvalidRequest: one is no text, or cannot be stored, or together they are too large.
     """
     for name, text in tags.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise InvalidRequest(f"tags[{name!r}] = {text!r} is no text", key=str(name))
         check_text(name)
         check_text(text)
+    _check_size("tags", {name: len(name.encode()) + len(text.encode()) for name, text in tags.items()})
     return dict(tags)
+
+
+def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics as floats.
+
+    Raises:
+        InvalidRequest: one is no number, its name cannot be stored, or together the names are too large.
+    """
+    values = {str(name): checked_number(str(name), value) for name, value in metrics.items()}
+    _check_size("metrics", {name: len(name.encode()) for name in values})
+    return values
+
+
+def _check_size(argument: str, sizes: Mapping[str, int]) -> None:
+    """Refuse labels that are too large: they stand in the step's record, and travel to every rank that restores it."""
+    total = sum(sizes.values())
+    if total <= MAX_LABEL_BYTES:
+        return
+    largest = max(sizes, key=sizes.__getitem__)
+    shown = largest if len(largest) <= _SHOWN_CHARACTERS else largest[:_SHOWN_CHARACTERS] + "…"
+    raise InvalidRequest(
+        f"{argument}[{shown!r}] has {sizes[largest]} bytes, and all {len(sizes)} {argument} of the step {total}: "
+        f"more than the {MAX_LABEL_BYTES} that {argument} of a step may have",
+        hint="they are labels to find a step by; what is large can be tracked, and is stored with the state",
+        key=shown,
+    )
 
 
 def checked_timeout(timeout: float | None) -> float | None:

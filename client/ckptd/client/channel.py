@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grpc
 
-from ckptd.protos import error_pb2
+from ckptd.protos import error_pb2, limits
 from ckptd.protos.agent_pb2 import HelloReply, HelloRequest
 from ckptd.protos.agent_pb2_grpc import AgentStub
 from ckptd.protos.error_pb2 import Error
@@ -38,7 +38,7 @@ _OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5_000),  # the longest time one attempt may take; pauses are the other two
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    ("grpc.max_receive_message_length", 4 << 20),
+    *limits.MESSAGE_OPTIONS,
 ]
 _POLL_S = 0.05
 _HELLO_S = 5.0

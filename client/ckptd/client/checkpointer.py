@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ckptd.protos import failpoints
 
-from .arguments import checked_drop, checked_number, checked_step, checked_tags, checked_timeout
+from .arguments import checked_drop, checked_metrics, checked_step, checked_tags, checked_timeout
 from .audit import Audit, Auditor
 from .config import Config, Settings, resolve
 from .copying import Copier
@@ -199,7 +199,7 @@ class Checkpointer:
             with
                 `state_dict()`.
             metrics: Numbers to find the step by later.
-            tags: Texts to find the step by later.
+            tags: Texts to find the step by later; 1 MiB together at most.
             timeout: Seconds to wait for the other ranks to ask, at most begin_timeout_s.
 
         Returns:
@@ -213,13 +213,11 @@ class Checkpointer:
             CkptdError: of the last failure, when max_failed_saves saves in a row have failed.
         """
         number = checked_step(step)
-        values = {str(name): checked_number(str(name), value) for name, value in (metrics or {}).items()}
+        values, texts = checked_metrics(metrics or {}), checked_tags(tags or {})
         with self._alone("save"):
             self._ledger.report()
             self._ledger.check_failures(self._config.max_failed_saves)
-            return self._saver.save(
-                number, state, metrics=values, tags=checked_tags(tags or {}), timeout_s=checked_timeout(timeout)
-            )
+            return self._saver.save(number, state, metrics=values, tags=texts, timeout_s=checked_timeout(timeout))
 
     def restore(
         self,

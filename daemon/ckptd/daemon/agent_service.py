@@ -152,7 +152,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     async def FailStep(self, request: agent_pb2.FailStepRequest, context: Context) -> agent_pb2.FailStepReply:  # noqa: N802
         """See agent.proto."""
         session, link = self._agent.session(request.session)
-        link.saves.fail_step(session, request.step, request.error)
+        link.saves.fail_step(session, request.step, rpc.cut(request.error))
         return agent_pb2.FailStepReply()
 
     @guarded_stream
@@ -174,7 +174,7 @@ class AgentService(agent_pb2_grpc.AgentServicer):
             first = first or part
             wanted.take(part)
             if part.HasField("refused"):
-                refused = part.refused
+                refused = rpc.cut(part.refused)
         if first is None:
             raise DaemonError.of("a want has at least one part", reason=error_pb2.REASON_INVALID_ARGUMENT)
         session, link = self._agent.session(first.session)

@@ -5,6 +5,7 @@
     ├── CorruptError       bytes do not have their digest, or an object that is listed is gone
     ├── PlanError          ranks' layouts do not make one snapshot (LAYOUT_MISMATCH, COVERAGE)
     ├── NoSpaceError       shared memory or disk is full
+    ├── TooLargeError      an object would be larger than what readers take (NOT_ALLOWED)
     ├── FencedError        a newer timeline has taken over
     └── NotFoundError      no such step, or no step at all
 
@@ -102,6 +103,12 @@ class NoSpaceError(DaemonError):
     """Shared memory or disk is full."""
 
     reason = error_pb2.REASON_NO_SPACE
+
+
+class TooLargeError(DaemonError):
+    """An object would be larger than what readers take: it is not written."""
+
+    reason = error_pb2.REASON_NOT_ALLOWED
 
 
 class FencedError(DaemonError):

@@ -184,7 +184,8 @@ class HeldJob:
                 if not is_ending or loop.time() >= end:
                     raise
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._freed.wait(), end - loop.time())
+                async with asyncio.timeout_at(end):
+                    await self._freed.wait()
 
     def _free_number(self, rank: int, slots: int) -> int:
         """Return the number of a free slot of the rank, giving up its oldest committed step where none is free."""

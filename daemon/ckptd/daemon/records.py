@@ -14,9 +14,10 @@ from typing import TypeVar
 import blake3
 from google.protobuf import json_format
 
+from ckptd.protos.limits import MAX_RECORD_BYTES
 from ckptd.protos.snapshot_pb2 import Claim, Committed, Decision, Job, Record, StepRef
 
-from .errors import CorruptError
+from .errors import CorruptError, TooLargeError
 from .keys import JOB, ClaimKey, DecisionKey, RecordKey, StartKey, StepId, parse_key, parse_record_key
 from .record_checks import FORMAT_VERSION, check_claim, check_record, check_version, corrupt, parsed_timeline
 
@@ -36,9 +37,6 @@ __all__ = [
     "to_bytes",
 ]
 
-MAX_RECORD_BYTES = 64 << 20
-"""Larger JSON objects are refused before they are parsed; 64 MiB list some 200,000 steps."""
-
 M = TypeVar("M", Job, Claim, Record)
 
 
@@ -52,6 +50,7 @@ def to_bytes(message: Job | Claim | Record) -> bytes:
 
     Raises:
         FormatError: a reader would refuse it.
+        TooLargeError: a reader would refuse it for its size.
     """
     if isinstance(message, Job):
         _check_job(message)
@@ -60,7 +59,22 @@ def to_bytes(message: Job | Claim | Record) -> bytes:
     else:
         check_record(message, record_key(message))
     mapping = json_format.MessageToDict(message, preserving_proto_field_name=True)
-    return (json.dumps(mapping, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    data = (json.dumps(mapping, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    if len(data) > MAX_RECORD_BYTES:
+        raise _too_large(message, len(data))
+    return data
+
+
+def _too_large(message: Job | Claim | Record, nbytes: int) -> TooLargeError:
+    what = f"the {type(message).__name__.lower()} to write has {nbytes} bytes, more than the {MAX_RECORD_BYTES} that are read"
+    if not isinstance(message, Record):
+        return TooLargeError.of(what)
+    return TooLargeError.of(
+        f"{what}: it lists {len(message.keeps)} steps and {len(message.quarantined)} quarantined ones",
+        hint="keep fewer steps: keep_last or keep_every in the retention, or `ckptd retain` while the job does not run",
+        object=str(record_key(message)),
+        phase="commit",
+    )
 
 
 def job_bytes(name: str, *, created_at: str, version: str) -> bytes:

@@ -2,7 +2,7 @@
 
 Owns: channel and server options (keepalive, proxies, ports), TLS pinned to a run's own certificate, the token check, and
 how an `Error` travels in a status. Does not own: any service. Both ends take their keepalive from here, so that
-no server ever calls a client's pings too many.
+no server ever calls a client's pings too many, and their limit of a message (`limits`), so that none refuses what the other says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from ckptd.daemon.errors import DaemonError, make_error
-from ckptd.protos import error_pb2
+from ckptd.protos import error_pb2, limits
 from ckptd.protos.agent_pb2 import RunCredentials
 from ckptd.protos.error_pb2 import Error, Reason
 from ckptd.protos.failpoints import failpoint
@@ -31,7 +31,7 @@ from ckptd.protos.failpoints import failpoint
 ERROR_METADATA = "ckptd-error-bin"
 TOKEN_METADATA = "ckptd-token-bin"  # noqa: S105 - the name of the metadata entry, not a token
 PIECE_BYTES = (4 << 20) - (64 << 10)
-"""Bytes of data in one streamed message: below the default limit of 4 MiB with room for the rest."""
+"""Bytes of data in one streamed message: below 4 MiB, which is all that older clients take, with room for the rest."""
 MAX_SOCKET_PATH = 107
 """sun_path of Linux, less the final zero."""
 
@@ -54,6 +54,7 @@ _OPTIONS: list[tuple[str, Any]] = [
     # What its name does not say: the longest time one attempt may take, TCP, TLS and all. Pauses are the other two.
     ("grpc.min_reconnect_backoff_ms", _CONNECT_MS),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    *limits.MESSAGE_OPTIONS,
 ]
 
 _CODES: dict[int, grpc.StatusCode] = {
@@ -69,7 +70,7 @@ _CODES: dict[int, grpc.StatusCode] = {
 
 
 def new_server() -> grpc.aio.Server:
-    """Return a server with the options of this module; message limits are gRPC's defaults."""
+    """Return a server with the options of this module."""
     return grpc.aio.server(options=_OPTIONS)
 
 
@@ -135,20 +136,24 @@ _MAX_RANKS = 512
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Error) -> NoReturn:
     """End the call with this error, cut to what a status can carry."""
     code = _CODES.get(error.reason, grpc.StatusCode.FAILED_PRECONDITION)
-    short = _cut(error)
+    short = cut(error, _MAX_TEXT_BYTES)
     # Details are percent-encoded on the wire: up to three bytes for each.
     details = _cut_text(error.message, _MAX_DETAILS_BYTES)
     await context.abort(code, details, trailing_metadata=((ERROR_METADATA, short.SerializeToString()),))
     raise AssertionError("abort does not return")
 
 
-def _cut(error: Error) -> Error:
-    """Return the error small enough for metadata: gRPC drops a status beyond 8 KiB, and the reason with it."""
+def cut(error: Error, text_bytes: int = 32 << 10) -> Error:
+    """Return the error with texts no longer than that, the message twice as long.
+
+    Whatever a rank says is cut before it is told to others or written. In metadata it must be short: gRPC drops a status beyond
+    8 KiB, and the reason with it.
+    """
     short = Error()
     short.CopyFrom(error)
-    short.message = _cut_text(error.message, 2 * _MAX_TEXT_BYTES)
-    short.hint = _cut_text(error.hint, _MAX_TEXT_BYTES)
-    short.object = _cut_text(error.object, _MAX_TEXT_BYTES)
+    short.message = _cut_text(error.message, 2 * text_bytes)
+    short.hint = _cut_text(error.hint, text_bytes)
+    short.object = _cut_text(error.object, text_bytes)
     del short.ranks[_MAX_RANKS:]
     return short
 

@@ -134,16 +134,21 @@ class CoordinatorRunner(coordinator_pb2_grpc.CoordinatorServicer):
     async def _run(self) -> None:
         assert self._coordinator is not None
         while True:
-            try:
-                event = await asyncio.wait_for(self._events.get(), TICK_S)
-            except TimeoutError:
-                event = effects.Tick()
-            for effect in self._coordinator.apply(event, time.monotonic()):
+            for effect in self._coordinator.apply(await self._next_event(), time.monotonic()):
                 if isinstance(effect, effects.Close):
                     self._log.emit("coordinator_closed", job=self.lead.job, why=effect.why)
                     self._on_closed(self)
                     return
                 self._execute(effect)
+
+    async def _next_event(self) -> effects.Event:
+        try:
+            # Not wait_for: where an event comes as `stop` cancels the loop, Python 3.11 forgets that it was cancelled, and
+            # `stop` would wait for ever.
+            async with asyncio.timeout(TICK_S):
+                return await self._events.get()
+        except TimeoutError:
+            return effects.Tick()
 
     def _execute(self, effect: effects.Effect) -> None:
         if isinstance(effect, effects.Send):

@@ -99,7 +99,8 @@ async def _until_stopped(agent: Agent, stop: asyncio.Event, idle_exit_s: float) 
     """Wait for the signal, or for idleness: True when it was idleness."""
     while True:
         try:
-            await asyncio.wait_for(stop.wait(), _IDLE_LOOK_S if idle_exit_s else None)
+            async with asyncio.timeout(_IDLE_LOOK_S if idle_exit_s else None):
+                await stop.wait()
         except TimeoutError:
             if idle_exit_s and agent.idle_for() >= idle_exit_s:
                 return True

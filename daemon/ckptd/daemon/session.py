@@ -28,8 +28,14 @@ async def answered(answer: asyncio.Future[T], timeout_s: float, *, is_cut_off: C
     Raises:
         TimeoutError: there is no answer; `answer` is cancelled.
     """
+    # Not wait_for: where the answer comes as the call is cancelled, Python 3.11 forgets that it was.
     await asyncio.wait({answer}, timeout=timeout_s)
-    return await asyncio.wait_for(answer, 0 if is_cut_off() else ANSWER_SLACK_S)
+    if not answer.done():
+        await asyncio.wait({answer}, timeout=0 if is_cut_off() else ANSWER_SLACK_S)
+    if not answer.done():
+        answer.cancel()
+        raise TimeoutError
+    return answer.result()
 
 
 @dataclass(kw_only=True, slots=True)

@@ -704,7 +704,9 @@ class CoordinatorMessage(google.protobuf.message.Message):
         """The timeline that runs from now on."""
         @property
         def keeps(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[ckptd.protos.snapshot_pb2.StepRef]:
-            """Steps of older timelines that count from now on; every other one the node holds of an older timeline is dead."""
+            """Steps of older timelines that count from now on, `step` and `timeline` alone; every other one the node holds of an older timeline is
+            dead.
+            """
 
         def __init__(
             self,

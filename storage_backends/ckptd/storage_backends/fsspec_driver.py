@@ -2,7 +2,7 @@
 
 Owns the calling of a synchronous fsspec file system so that it keeps the contract: no listing
 cache, no shared instance, no repeats of its own, no bucket ever made. Reading its exceptions is
-``fsspec_errors``. Invariant: an object appears whole: by one PUT where the protocol is an object
+``fsspec_errors``, listing ``fsspec_listing``. Invariant: an object appears whole: by one PUT where the protocol is an object
 store, else by renaming a finished temporary file (as atomic as that protocol's rename is).
 """
 
@@ -29,6 +29,7 @@ from .base import (
 )
 from .errors import InvalidUrl, NotFound, StorageError, Truncated
 from .fsspec_errors import translated
+from .fsspec_listing import UNFIT, files_below
 from .s3_settings import s3_settings
 
 if TYPE_CHECKING:
@@ -56,8 +57,14 @@ def open_fsspec(protocol: str, url: str, shown_url: str, options: Mapping[str, s
         options: Arguments of the file system; for S3 also "endpoint_url", "region", "profile".
 
     Raises:
-        InvalidUrl: No such protocol, its package is missing, or it refuses the options.
+        InvalidUrl: No such protocol, its package is missing, it refuses the options, or its listings hide errors.
     """
+    if protocol in UNFIT:
+        raise InvalidUrl(
+            f"{protocol}:// is no place for snapshots: {UNFIT[protocol]}",
+            url=shown_url,
+            hint="use sftp://, s3:// or file://",
+        )
     arguments: dict[str, Any] = {
         **options,
         "use_listings_cache": False,
@@ -100,6 +107,7 @@ class FsspecStore(ObjectStore):
         )
         self._fs = filesystem
         self._root = root.rstrip("/")
+        self._protocol = protocol
         self._is_s3 = protocol in _S3
         self._is_object_store = protocol in _OBJECT_STORES
         if self._is_s3:
@@ -151,6 +159,7 @@ class FsspecStore(ObjectStore):
         """Ask for the size."""
         path = self._path(checked_key(key))
         with translated(key, self.url):
+            self._fs.invalidate_cache()  # for file systems that cache whatever they are told
             info = self._fs.info(path)
         if info["type"] != "file":
             raise NotFound("no such object", key=key, url=self.url)
@@ -159,16 +168,14 @@ class FsspecStore(ObjectStore):
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """List the folder of the prefix and keep what starts with it."""
         folder = checked_prefix(prefix).rpartition("/")[0]
-        found: dict[str, Any] = {}
-        with suppress(NotFound), translated(prefix or None, self.url):
-            self._fs.invalidate_cache()  # for file systems that cache whatever they are told
-            found = self._fs.find(self._path(folder) if folder else self._root, detail=True)
+        with translated(prefix or None, self.url):
+            path = self._path(folder) if folder else self._root
+            found = files_below(self._fs, self._root, path, protocol=self._protocol)
         start = len(self._root) + 1
         infos = [
-            ObjectInfo(key=name[start:], size=int(info["size"]))
-            for name, info in found.items()
-            if info["type"] == "file"
-            and name.startswith(f"{self._root}/{prefix}")
+            ObjectInfo(key=name[start:], size=size)
+            for name, size in found.items()
+            if name.startswith(f"{self._root}/{prefix}")
             and not name.startswith(f"{self._root}/{RESERVED_FOLDER}/")
             and not name.endswith("/")
         ]

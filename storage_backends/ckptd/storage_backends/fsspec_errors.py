@@ -26,7 +26,7 @@ from .http_conditions import Answer, condition
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["translated"]
+__all__ = ["is_missing", "translated"]
 
 # Class names, so that neither botocore nor aiohttp is imported for a protocol without them.
 # An SSLError is one of the handshake: no request was sent.
@@ -48,6 +48,7 @@ _BROKEN_OFF = {
     "ClientOSError",
     "FSTimeoutError",
 }
+_MISSING = {errno.ENOENT, errno.ENOTDIR}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
@@ -69,6 +70,13 @@ def translated(key: str | None, url: str, *, creating: bool = False) -> Iterator
         raise _condition(error, key, url, creating=creating) from error
 
 
+def is_missing(error: Exception) -> bool:
+    """Whether the file system says that there is no such file or folder, as opposed to that it cannot say."""
+    # By number, too: a library's own class of OSError is not turned into Python's.
+    is_it = isinstance(error, FileNotFoundError | NotADirectoryError)
+    return is_it or (isinstance(error, OSError) and error.errno in _MISSING)
+
+
 def _condition(error: Exception, key: str | None, url: str, *, creating: bool) -> StorageError:
     response = _service_response(error)
     if response is not None:
@@ -86,7 +94,7 @@ def _condition(error: Exception, key: str | None, url: str, *, creating: bool) -
             passing=not (names & _TLS and _NO_LANGUAGE.search(_URL.sub("", text))),
         )
         return condition(answer, key=key, url=url, creating=creating)
-    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+    if is_missing(error) or isinstance(error, IsADirectoryError):
         return NotFound("no such object", key=key, url=url)
     if isinstance(error, FileExistsError):
         return AlreadyExists("an object of that name is there", key=key, url=url)

@@ -6,13 +6,15 @@ the answer is the same for all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 
 from ckptd.daemon import keys
 from ckptd.daemon.coordinator.effects import Compute, Procedure, Wait
 from ckptd.daemon.coordinator.saving import note_told
 from ckptd.daemon.coordinator.state import BeginCall, Phase, State, StepRun
 from ckptd.daemon.errors import PlanError, make_error
+from ckptd.daemon.keys import StepId
 from ckptd.daemon.plan import Plan, plan, plan_digest
 from ckptd.protos import error_pb2, segmented
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
@@ -64,32 +66,44 @@ def begin_is_due(state: State) -> bool:
 
 
 def admit(state: State) -> Procedure:
-    """Answer the pending begins: one answer for all ranks."""
-    error = _refusal(state)
-    if error is not None:
-        _answer_begin(state, error=error)
+    """Answer the pending begins: one answer for all ranks.
+
+    Whatever it waits for, a rank or its node may be gone by then, have failed the step, or ask for another: each wait ends with
+    that, and the begins are looked at once more before go is told on them.
+    """
+    if _is_answered(state):
         return
     step = next(iter(state.begins.values())).step
     deadline = min(call.deadline for call in state.begins.values())
+
+    def wait(until: Callable[[], bool]) -> Wait:
+        return Wait(until=lambda: until() or _is_off(state), deadline=deadline)
+
     if state.phase is Phase.RESOLVED:
         state.start_wanted = True
-        yield Wait(until=lambda: state.phase in (Phase.RUNNING, Phase.ENDED), deadline=deadline)
+        yield wait(lambda: state.phase is Phase.RUNNING)
+        if _is_answered(state):
+            return
     if state.phase is not Phase.RUNNING:
-        _answer_begin(state, error=state.fenced or state.refusal or _late(state, step))
+        _answer_begin(state, error=_late(state, step))
         return
     slots = max(1, state.lead.options.slots)
     if len(state.steps) >= slots and state.lead.options.wait_when_busy:
-        yield Wait(until=lambda: len(state.steps) < slots or state.phase is Phase.ENDED, deadline=deadline)
+        yield wait(lambda: len(state.steps) < slots)
+        if _is_answered(state):
+            return
     if len(state.steps) >= slots:
         _answer_begin(state, skipped=_busy(state, step))
         return
-    digests = {rank: call.layout_digest for rank, call in state.begins.items()}
-    if state.plan is None or state.plan.digest != plan_digest(digests):
+    while state.plan is None or state.plan.digest != plan_digest(_layout_digests(state)):
+        digests = _layout_digests(state)
         for rank, digest in digests.items():
             if digest not in state.layouts:
                 need = CoordinatorMessage.NeedLayout(rank=rank, digest=digest)
                 state.send(state.ranks[rank].node, CoordinatorMessage(need_layout=need))
-        known = yield Wait(until=lambda: all(digest in state.layouts for digest in digests.values()), deadline=deadline)
+        known = yield wait(partial(_are_known, state, digests))
+        if _is_answered(state):
+            return
         if not known:
             unknown = [rank for rank, digest in digests.items() if digest not in state.layouts]
             message = f"step {step}: the layouts of ranks {unknown} did not arrive in time"
@@ -107,12 +121,37 @@ def admit(state: State) -> Procedure:
             return
         state.layouts = {digest: state.layouts[digest] for digest in digests.values()}
         state.log("planned", step=step, plan=state.plan.digest.hex())
-    _go(state, step)
+        if _is_answered(state):
+            return
+    _go(state, next(iter(state.begins.values())).step)
+
+
+def _are_known(state: State, digests: dict[int, bytes]) -> bool:
+    return all(digest in state.layouts for digest in digests.values())
+
+
+def _layout_digests(state: State) -> dict[int, bytes]:
+    return {rank: call.layout_digest for rank, call in state.begins.items()}
+
+
+def _is_off(state: State) -> bool:
+    """Say whether what the begins wait for is of no use to them any more."""
+    return not begin_is_due(state) or _refusal(state) is not None
+
+
+def _is_answered(state: State) -> bool:
+    """Answer the begins if they are refused; True as well where they are to be looked at anew, some rank having to ask again."""
+    if not begin_is_due(state):
+        return True
+    error = _refusal(state)
+    if error is not None:
+        _answer_begin(state, error=error)
+    return error is not None
 
 
 def _go(state: State, step: int) -> None:
     assert state.plan is not None
-    base = state.listed.newest()
+    base = _base(state)
     compared_in = state.schedule.begin(state.plan.digest)
     state.steps[step] = StepRun(
         step=step,
@@ -148,6 +187,18 @@ def _go(state: State, step: int) -> None:
     state.broadcast(CoordinatorMessage(begin=decision))
 
 
+def _base(state: State) -> StepRef | None:
+    """Return the newest listed step that will be listed also by the record that is being written, if one is (R3, R4).
+
+    That one was made before this step began, so it does not keep the base for this step's sake; a base that it drops would be no
+    base any more when this step is decided.
+    """
+    if state.writing is None:
+        return state.listed.newest()
+    stay = {StepId.of(ref) for ref in state.writing}
+    return next((ref for ref in reversed(state.listed.keeps) if StepId.of(ref) in stay), None)
+
+
 def segmented_algorithm(calls: Collection[BeginCall], plan: Plan) -> str:
     """Return what replicas are compared by in a step that compares them; "": xxh3-128.
 
@@ -180,7 +231,7 @@ def _refusal(state: State) -> Error | None:
             return state.refused_begins[number].error
     missing = state.missing(state.begins)
     gone = [rank for rank, known in state.ranks.items() if not known.attached]
-    if missing and gone:
+    if gone:
         return make_error(
             error_pb2.REASON_RANK_FAILED, f"step {step}: ranks {gone} are gone", step=step, ranks=gone, phase="begin"
         )

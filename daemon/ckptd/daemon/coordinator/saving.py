@@ -13,7 +13,7 @@ from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.effects import Compute, GetMany, ListKeys, Procedure, ProcedureStopped, Put, Wait
 from ckptd.daemon.coordinator.state import Phase, RefusedBegin, State, StepRun
 from ckptd.daemon.coverage import NotWhole, Whole, whole
-from ckptd.daemon.errors import DaemonError, make_error
+from ckptd.daemon.errors import DaemonError, TooLargeError, make_error
 from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
@@ -115,6 +115,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     """Commit or abort one step, then look at the claims again, then tell (R4, R5)."""
     assert state.timeline is not None
     made: Committed | None = None
+    data: bytes | None = None
     if run.failed is None:
         made = yield from _proved(state, run)
     key = keys.decision_key(state.timeline, run.step)
@@ -131,12 +132,20 @@ def decide(state: State, run: StepRun) -> Procedure:
             created_at=state.stamp(),
             also_keep=[other.base for other in state.steps.values() if other is not run and other.base is not None],
         )
-        label = "decision"
-    else:
+        try:
+            data = records.to_bytes(record)
+        except TooLargeError as wrong:  # nobody could read it again, nor anything after it
+            run.failed, made = wrong.error, None
+            run.failed.step = run.step
+        else:
+            label = "decision"
+            state.writing = list(record.keeps)
+    if made is None:
         assert run.failed is not None
         record = history.abort_record(timeline=state.timeline, step=run.step, why=run.failed, created_at=state.stamp())
+        data = records.to_bytes(record)
         label = "abort"
-    data = records.to_bytes(record)
+    assert data is not None
     put = Put(key=key, data=data, label=label)
     yield from put_until_done(state, put)
     # A node may have said meanwhile that its part has failed: what is written counts, and is what everybody is told.
@@ -148,6 +157,7 @@ def decide(state: State, run: StepRun) -> Procedure:
     outcome = CoordinatorMessage.Outcome(timeline=str(state.timeline), step=run.step)
     if made is not None:
         state.listed.keeps = history.with_digest(list(record.keeps), key, data)
+        state.writing = None
         state.listed.decisions[(str(state.timeline), run.step)] = made
         _forget_decisions(state)
     else:

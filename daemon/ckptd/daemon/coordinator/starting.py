@@ -16,7 +16,7 @@ from ckptd.daemon.coordinator.beginning import refuse_begin
 from ckptd.daemon.coordinator.effects import Compute, Get, GetMany, ListKeys, Probe, Procedure, Put, Wait
 from ckptd.daemon.coordinator.saving import STORE_RETRY_S, end_fenced, fenced_by, look_at_claims, put_until_done
 from ckptd.daemon.coordinator.state import Listed, Phase, State
-from ckptd.daemon.errors import DaemonError, make_error
+from ckptd.daemon.errors import DaemonError, TooLargeError, make_error
 from ckptd.daemon.keys import StepId, Timeline
 from ckptd.daemon.log_view import MAX_LOOKS, LogView, stale_listing
 from ckptd.daemon.record_checks import FORMAT_VERSION
@@ -100,7 +100,11 @@ def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) 
         created_at=state.stamp(),
     )
     key = keys.start_key(state.timeline)
-    data = records.to_bytes(record)
+    try:
+        data = records.to_bytes(record)
+    except TooLargeError as wrong:
+        refuse(state, wrong.error)
+        return
     put = Put(key=key, data=data, label="start_record")
     yield from put_until_done(state, put)
     if fenced_by(
@@ -122,10 +126,17 @@ def write_start_record(state: State, *, origin: StepRef | None, rollback: bool) 
 
 
 def announce(state: State, node: str | None = None) -> None:
-    """Tell one node, or all, that the timeline runs and what counts of older ones."""
-    message = CoordinatorMessage(
-        started=CoordinatorMessage.Started(timeline=str(state.timeline), keeps=state.listed.keeps)
-    )
+    """Tell one node, or all, that the timeline runs and what counts of older ones.
+
+    Of each step only what it is: there may be as many as a record lists, and a node has no use for where their decisions stand.
+    """
+    told = state.told
+    if told is None or told[0] is not state.listed.keeps:
+        # Half a second for 100,000 steps: not for each node that comes back.
+        keeps = [StepRef(step=ref.step, timeline=ref.timeline) for ref in state.listed.keeps]
+        started = CoordinatorMessage.Started(timeline=str(state.timeline), keeps=keeps)
+        told = state.told = state.listed.keeps, CoordinatorMessage(started=started)
+    message = told[1]
     if node is None:
         state.broadcast(message)
     else:

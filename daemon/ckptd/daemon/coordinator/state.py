@@ -163,6 +163,10 @@ class State:
     claim: Claim | None = None
     timeline: Timeline | None = None
     listed: Listed = field(default_factory=Listed)
+    writing: list[StepRef] | None = None
+    """What the commit decision lists that is being written and not yet acknowledged; None while there is none."""
+    told: tuple[list[StepRef], CoordinatorMessage] | None = None
+    """The listed steps that `Started` was made of last, and it. A list that is announced is replaced, never changed."""
     adopted: list[tuple[StepRef, Committed]] = field(default_factory=list)
     layouts: dict[bytes, ShardTable] = field(default_factory=dict)
     plan: Plan | None = None
