@@ -35,10 +35,21 @@ class StandIns:
         self._kept: list[tuple[str, torch.Tensor]] = []
         self._values: dict[str, list[Settled]] = {}
 
-    def filled(self, name: str, leaf: object, local: torch.Tensor) -> torch.Tensor | None:
-        """Note a live tensor that will be filled; return fresh memory for its value, None: it can be filled in place."""
+    def filled(self, name: str, leaf: object, local: torch.Tensor, *, is_shown: bool = False) -> torch.Tensor | None:
+        """Note a live tensor that will be filled; return fresh memory for its value, None: it can be filled in place.
+
+        Args:
+            name: Its name.
+            leaf: The live leaf.
+            local: Its local tensor.
+            is_shown: Whether the value is needed before anything live is touched.
+        """
         self._filled.append((name, local))
-        return self._stand_in(name, leaf, local) if name in self._apart or overlaps(local) else None
+        return self._stand_in(name, leaf, local) if is_shown or name in self._apart or overlaps(local) else None
+
+    def forget(self, name: str) -> None:
+        """Leave the live tensor called `name` as it is after all."""
+        self._values.pop(name, None)
 
     def kept(self, name: str, leaf: object, local: torch.Tensor) -> None:
         """Note a live tensor that stays as it is, though what is filled may share its memory."""

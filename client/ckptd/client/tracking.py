@@ -318,6 +318,7 @@ class Restoring:
         stored = targets.stored
         for name in dropped:
             targets.drop(name)
+        self.targets.shown.show(name for name in self.tracked if self._has_hook(name))
         for module in self._modules:
             module.prepare(stored, self.targets)
         for optimizer in self._optimizers:
@@ -325,6 +326,10 @@ class Restoring:
         for other in self._others:
             other.prepare(stored, self.targets)
         self._check_hooks(stored)
+
+    def _has_hook(self, name: str) -> bool:
+        is_elsewhere = self.targets.stored.elsewhere is not None
+        return name in self._hooks or (is_elsewhere and self._reshard.of_thing(name) is not None)
 
     def _check_hooks(self, stored: Stored) -> None:
         """Refuse what only a hook can decide and has none, before anything is asked for."""
@@ -335,14 +340,15 @@ class Restoring:
                 raise undecided(thing.name, stored.elsewhere, is_per_rank=True)
 
     def decode(self, objects: Mapping[ObjectKey, bytes]) -> None:
-        """Decode and check all objects. Nothing is touched.
+        """Decode and check all objects, and run hooks on them. Nothing live is touched.
 
-        Of another mesh the targets' `own_tensors` must be filled.
+        What is wanted and `is_fresh` must be filled: objects refer to it, and hooks see it.
 
         Raises:
             SnapshotCorrupt: bytes that are no stored value.
             InvalidRequest: a value that does not fit what is tracked.
         """
+        self.targets.complete()
         elsewhere = self.targets.stored.elsewhere
         if elsewhere is None:
             values: dict[str, Any] = {}
@@ -355,7 +361,8 @@ class Restoring:
             values = {name: self._gathered(name, gathered) for name in gathered.names}
         for name, value in values.items():
             hook = self._hooks.get(name)
-            self._values[name] = hook(value) if hook is not None else value
+            made = hook(value) if hook is not None else value
+            self._values[name] = self.targets.returned(name, made) if name in self.targets.shown.things else made
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)

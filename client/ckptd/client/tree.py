@@ -98,6 +98,29 @@ def leaves(
             yield from leaves(item, is_leaf=is_leaf, prefix=f"{prefix}/{part}", depth=depth - 1)
 
 
+def mapped(value: object, change: Callable[[object], object], *, depth: int) -> object:
+    """Return `value` with `change` of everything in it: containers hold the results, and stay the same objects but for tuples.
+
+    Args:
+        value: Nested dicts, lists and tuples.
+        change: Takes a leaf or a container before it is looked into; what is no longer the same object is not looked into.
+        depth: Levels to descend at most.
+    """
+    changed = change(value)
+    if changed is not value or depth == 0:
+        return changed
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if (made := mapped(item, change, depth=depth - 1)) is not item:
+                value[key] = made
+    elif isinstance(value, list):
+        value[:] = [mapped(item, change, depth=depth - 1) for item in value]
+    elif type(value) is tuple:
+        made_items = tuple(mapped(item, change, depth=depth - 1) for item in value)
+        return made_items if any(a is not b for a, b in zip(made_items, value, strict=True)) else value
+    return value
+
+
 def graft(target: object, restored: object) -> object:
     """Put `restored` in the place of `target` and return what stands there; mutable containers stay the same objects.
 
