@@ -21,7 +21,7 @@ from .shown import How
 from .state import Collector
 from .stored import Stored
 from .targets import Targets
-from .tree import graft, leaves
+from .tree import Grafts, leaves
 from .values import MAX_DEPTH, encode
 
 
@@ -152,14 +152,14 @@ class TrackedValue:
         targets.fresh_own(self.name)
         targets.object(self.name)
 
-    def load(self, value: object) -> None:
+    def load(self, value: object, grafts: Grafts) -> None:
         """Put the value into the mapping, keeping the containers that stand there."""
         held = self._holder[self._key]
         if isinstance(held, PerRank) and not is_tensor_leaf(held):
             # What was said of the whole still holds with the next save.
-            self._holder[self._key] = PerRank(graft(held.value, value))
+            self._holder[self._key] = PerRank(grafts.graft(held.value, value))
         else:
-            self._holder[self._key] = graft(held, value)
+            self._holder[self._key] = grafts.graft(held, value)
 
 
 class TrackedRng:

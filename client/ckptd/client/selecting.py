@@ -134,8 +134,8 @@ class ChosenTargets(Targets):
         if not self._is_chosen(name):
             return
         super().fill(name, leaf, scope=scope, how=how)
-        source = name if name in self.stored.rows else self.stored.aliases.get(name, "")
-        if self._chosen.cast and self.tensors.get(name) is leaf and source in self.stored.rows:
+        source = self.stored.source(name)
+        if self._chosen.cast and self.tensors.get(name) is leaf and source is not None and source in self.stored.rows:
             self._note_cast(leaf, dtype_of(self.stored.rows[source][0].dtype))
 
     def _note_cast(self, leaf: object, stored: torch.dtype) -> None:

@@ -95,6 +95,7 @@ class Targets:
         self.missing: list[str] = []
         self.mismatched: dict[str, str] = {}
         self._dtypes_differ = False
+        self._tied_otherwise: tuple[str, str] | None = None
         self._stand_ins = StandIns(apart or {})
         self.shown = Shown()
         self._claimed: set[str] = set()
@@ -112,7 +113,7 @@ class Targets:
             self._keep(name, leaf)
             return
         pieces = pieces_of(leaf, name)
-        source = name if name in self.stored.rows else self.stored.aliases.get(name)
+        source = self.stored.source(name)
         if source is None or source not in self.stored.rows:
             if name in self.stored.own_rows:
                 self.reshard(name, leaf)
@@ -298,12 +299,17 @@ class Targets:
             raise tied("drop", name, owner)
         if self._is_dropped(name):
             return
-        self._stand_ins.tie(owner, leaf)
-        if (name in self.stored.rows or name in self.stored.own_rows) and name not in self._claimed:
-            self.mismatched[name] = f"stored apart, here tied to {owner}"
-        elif name not in self.stored.rows and name not in self.stored.aliases:
-            self.missing.append(name)
         self._claimed.add(name)
+        if not pieces_of(leaf, name).boxes:
+            return  # no elements here, and a tie without any is not stored
+        self._stand_ins.tie(owner, leaf)
+        source, its = self.stored.source(name), self.stored.source(owner)
+        if source is None:
+            self.missing.append(name)
+        elif source != its:
+            how = "apart" if source == name else f"tied to {source}"
+            self.mismatched[name] = f"stored {how}, here tied to {owner}{'' if its else ', which is not stored'}"
+            self._tied_otherwise = self._tied_otherwise or (name, owner)
 
     def fresh(
         self, name: str, *, like: torch.Tensor | None = None, device: torch.device | None = None
@@ -414,6 +420,12 @@ class Targets:
             return (
                 f'on_reshard("{own}", hook) makes it of all ranks\' values, a pattern stands for several; drop= leaves tracked '
                 "things, or tensors of modules, as they are here"
+            )
+        if self._tied_otherwise is not None:
+            name, owner = self._tied_otherwise
+            return (
+                f"tie tensors as the run that saved did, or untie {name} before the restore; drop=({name!r}, {owner!r}) "
+                "leaves both as they are here"
             )
         return "cast=True converts between floating dtypes" if self._dtypes_differ else ""
 

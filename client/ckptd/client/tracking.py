@@ -17,6 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import rng
+from .alike import alike
+from .differences import two_values
 from .errors import CkptdError, InvalidRequest
 from .generators import Generator, TrackedGenerator
 from .modules import SeenModule, TrackedModule
@@ -26,11 +28,11 @@ from .optimizers import TrackedOptimizer, parameter_names
 from .reshard_hooks import ReshardHook, ReshardHooks
 from .resharding import Gathered, decoded, undecided
 from .selecting import EVERYTHING, Choice, ChosenTargets
-from .sharding import PerRank, Sharded
+from .sharding import PerRank, Sharded, per_rank_value
 from .state import Collected, Collector, check_text
 from .stored import Stored
 from .targets import ObjectKey, Targets
-from .tree import component
+from .tree import Grafts, component
 
 log = logging.getLogger("ckptd.client")
 
@@ -230,6 +232,7 @@ class Tracking:
             return Restoring(
                 self._targets(stored, things, names, chosen, parts, apart=apart),
                 things=things,
+                given={name: per_rank_value(thing) for name, thing in self.given(state).items()},
                 generators=self._rng,
                 names=names,
                 hooks=self._hooks,
@@ -240,7 +243,10 @@ class Tracking:
         made = restoring({})
         # Which live tensors share memory is known when all have been named; then those are asked for apart.
         shared = made.targets.sharing()
-        return restoring(shared) if shared else made
+        if not shared:
+            return made
+        del made  # and with it the memory of all that does not stand here yet, before it is made again
+        return restoring(shared)
 
     def _targets(
         self,
@@ -300,6 +306,7 @@ class Restoring:
         targets: Targets,
         *,
         things: _Things,
+        given: Mapping[str, object],
         generators: TrackedRng,
         names: Names,
         hooks: Mapping[str, Hook],
@@ -314,6 +321,7 @@ class Restoring:
         self._optimizers = [optimizer for optimizer in things.optimizers if targets.takes(optimizer.name)]
         self._others = [other for other in others if targets.takes(other.name)]
         self._values: dict[str, Any] = {}
+        self._given = given
         self.targets = targets
         stored = targets.stored
         for name in dropped:
@@ -322,7 +330,12 @@ class Restoring:
         for module in self._modules:
             module.prepare(stored, self.targets)
         for optimizer in self._optimizers:
-            optimizer.prepare(stored, self.targets, names)
+            if optimizer.name in stored.objects:
+                optimizer.prepare(stored, self.targets, names)
+            else:
+                self.targets.object(
+                    optimizer.name
+                )  # missing; what is stored of its state alone would be half an optimizer
         for other in self._others:
             other.prepare(stored, self.targets)
         self._check_hooks(stored)
@@ -366,6 +379,18 @@ class Restoring:
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)
+        self._check_same()
+
+    def _check_same(self) -> None:
+        """Refuse two values for one object that is tracked under two names."""
+        first: dict[int, str] = {}
+        for name, thing in self._given.items():
+            # Plain values are taken apart, and of modules only the extra state is here.
+            if name not in self._values or isinstance(thing, nn.Module) or not isinstance(thing, Stateful | Generator):
+                continue
+            other = first.setdefault(id(thing), name)
+            if other != name and not alike(self._values[other], self._values[name]):
+                raise two_values(name, other)
 
     def _gathered(self, name: str, gathered: Gathered) -> Any:
         for optimizer in self._optimizers:
@@ -402,6 +427,11 @@ class Restoring:
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names)
+        grafts = Grafts(alike)
         for other in self._others:
-            if other.name in self._values:
+            if other.name not in self._values:
+                continue
+            if isinstance(other, TrackedValue):
+                other.load(self._values[other.name], grafts)
+            else:
                 other.load(self._values[other.name])
