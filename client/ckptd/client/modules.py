@@ -7,6 +7,7 @@ a restore in place reaches it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,6 +197,12 @@ class TrackedModule:
             targets.fill(full, value, scope=targets.scope_of(full, value, self._scope))
         if extra:
             targets.object(self.name)
+
+    def keep(self, targets: Targets) -> None:
+        """Note every parameter and buffer as one that stays as it is; a module that could not be restored can be kept."""
+        for module in self._modules:
+            for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+                targets.keep(f"{self.name}/{component(name)}", tensor)
 
     def extra_names(self) -> list[str]:
         """Return the canonical names of the submodules' extra states."""

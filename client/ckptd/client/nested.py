@@ -152,6 +152,11 @@ class TrackedValue:
         targets.fresh_own(self.name)
         targets.object(self.name)
 
+    def keep(self, targets: Targets) -> None:
+        """Note every tensor as one that stays as it is."""
+        for name, leaf in _live_leaves(self.name, per_rank_value(self._holder[self._key])).items():
+            targets.keep(name, leaf)
+
     def load(self, value: object, grafts: Grafts) -> None:
         """Put the value into the mapping, keeping the containers that stand there."""
         held = self._holder[self._key]

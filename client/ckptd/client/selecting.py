@@ -132,6 +132,7 @@ class ChosenTargets(Targets):
         """Ask for a tensor to be filled, if it is chosen."""
         self._live.add(name)
         if not self._is_chosen(name):
+            self.keep(name, leaf)
             return
         super().fill(name, leaf, scope=scope, how=how)
         source = self.stored.source(name)

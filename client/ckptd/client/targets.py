@@ -25,7 +25,7 @@ from .overlapping import held
 from .patterns import matches
 from .placements import LocalBox
 from .reshard_hooks import ReshardHook, ReshardHooks
-from .sharding import Pieces, dtype_name, dtype_of, held_in, pieces_of, refusal
+from .sharding import Pieces, dtype_name, dtype_of, held_in, is_out_of_reach, pieces_of, refusal
 from .shown import How, Shown
 from .stand_ins import StandIns, put
 from .stored import Stored
@@ -110,7 +110,7 @@ class Targets:
         """Ask for a tensor to be filled: a live one in place, when all was checked."""
         self._live.add(name)
         if self._is_dropped(name):
-            self._keep(name, leaf)
+            self.keep(name, leaf, goes_along=False)
             return
         pieces = pieces_of(leaf, name)
         source = self.stored.source(name)
@@ -149,11 +149,17 @@ class Targets:
             self._stand_ins.forget(each)
         return value
 
-    def _keep(self, name: str, leaf: object) -> None:
-        """Note a live tensor that stays as it is, though what is filled may share its memory."""
-        local = held(leaf).detach()
-        if refusal(local) is None:
-            self._stand_ins.kept(name, leaf, local)
+    def keep(self, name: str, leaf: object, *, goes_along: bool = True) -> None:
+        """Note a live tensor that stays as it is, though what is filled may share its memory.
+
+        Args:
+            name: Its name.
+            leaf: The live leaf.
+            goes_along: Whether it goes along where exactly its memory is filled under another name; False: that is an error.
+        """
+        local = held(leaf)
+        if not is_out_of_reach(local) and refusal(local) is None:
+            self._stand_ins.kept(name, leaf, local.detach(), goes_along=goes_along)
 
     def fits(self, name: str, leaf: object, *, scope: int) -> bool:
         """Say whether `leaf` could be filled from what is stored as `name`; asks for nothing."""

@@ -315,11 +315,14 @@ class Restoring:
     ) -> None:
         self.tracked = things.names() | {rng.NAME}
         """Names of everything tracked, dropped or not."""
+        kept: list[TrackedModule | _Other] = [*things.modules, *things.others]
+        kept = [thing for thing in kept if thing.name in dropped]
         things = things.without(dropped)
         self._modules, self._names, self._hooks, self._reshard = things.modules, names, hooks, reshard
         others: list[_Other] = [*things.others, *([generators] if rng.NAME not in dropped else [])]
         self._optimizers = [optimizer for optimizer in things.optimizers if targets.takes(optimizer.name)]
         self._others = [other for other in others if targets.takes(other.name)]
+        kept += [other for other in others if not targets.takes(other.name)]
         self._values: dict[str, Any] = {}
         self._given = given
         self.targets = targets
@@ -327,6 +330,10 @@ class Restoring:
         for name in dropped:
             targets.drop(name)
         self.targets.shown.show(name for name in self.tracked if self._has_hook(name))
+        for thing in kept:
+            # What other things' `state_dict()` gives need not be live, and nothing of them is asked for.
+            if isinstance(thing, TrackedModule | TrackedValue):
+                thing.keep(targets)
         for module in self._modules:
             module.prepare(stored, self.targets)
         for optimizer in self._optimizers:
