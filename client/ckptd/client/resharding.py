@@ -135,6 +135,11 @@ class Gathered:
             return next(iter(values.values()))
         raise undecided(name, self.elsewhere, is_per_rank=is_per_rank)
 
+    def keys(self, name: str) -> list[str]:
+        """Return the keys of a module's extra state that any stored rank held."""
+        values = self.values(name, lenient=True).values()
+        return sorted({key for value in values if isinstance(value, dict) for key in value})
+
     def of_module(self, name: str, keys: Iterable[str], *, hook: ReshardHook | None) -> Any:
         """Return a module's extra state, key by key: ranks of a pipeline hold those of their own submodules.
 

@@ -181,10 +181,17 @@ class ChosenTargets(Targets):
         self.tensors[name] = made
         return made
 
+    def takes_extra(self, name: str) -> bool:
+        """Say whether the extra state called `name` is restored."""
+        return super().takes_extra(name) and self._is_chosen(name)
+
+    def is_part(self, name: str) -> bool:
+        """Say whether a part of the module tracked as `name` was chosen."""
+        return name in self._modules and not self._chosen.takes_whole(name)
+
     def object(self, name: str) -> None:
         """Ask for an object."""
-        is_part = name in self._modules and not self._chosen.takes_whole(name)
-        if is_part and (name not in self.stored.objects or not self._chosen.reaches(name)):
+        if self.is_part(name) and (name not in self.stored.objects or not self._chosen.reaches(name)):
             return  # else its extra state is read, and what is not chosen left out when it was decoded
         before = len(self.objects)
         super().object(name)

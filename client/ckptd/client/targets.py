@@ -203,6 +203,15 @@ class Targets:
         self._claimed.update(each for each in self.stored.names if each == name or each.startswith(f"{name}/"))
         self._claimed_objects.add(name)
 
+    def takes_extra(self, name: str) -> bool:
+        """Say whether the extra state called `name` is restored."""
+        self._live.add(name)
+        return not self._is_dropped(name)
+
+    def is_part(self, _name: str) -> bool:
+        """Say whether a part of the module tracked as `_name` was chosen."""
+        return False
+
     def fresh_own(self, prefix: str) -> None:
         """Ask for every stored rank's own tensors below `prefix`, of a step of another mesh; see `own_tensors`."""
         for name, _ in self.stored.own_below(prefix):

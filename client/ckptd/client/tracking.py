@@ -8,6 +8,7 @@ nothing is loaded before everything was decoded and checked.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from . import rng
 from .alike import alike
-from .differences import two_values
+from .differences import misfit, two_values
 from .errors import CkptdError, InvalidRequest
 from .generators import Generator, TrackedGenerator
 from .modules import SeenModule, TrackedModule
@@ -26,7 +27,7 @@ from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizer_state import Names
 from .optimizers import TrackedOptimizer, parameter_names
 from .reshard_hooks import ReshardHook, ReshardHooks
-from .resharding import Gathered, decoded, undecided
+from .resharding import Absent, Gathered, decoded, undecided
 from .selecting import EVERYTHING, Choice, ChosenTargets
 from .sharding import PerRank, Sharded, per_rank_value
 from .state import Collected, Collector, check_text
@@ -325,6 +326,8 @@ class Restoring:
         kept += [other for other in others if not targets.takes(other.name)]
         self._values: dict[str, Any] = {}
         self._given = given
+        self._stored_extra: dict[str, list[str]] = {}
+        """Of another mesh: module: keys of the extra state that its stored ranks held."""
         self.targets = targets
         stored = targets.stored
         for name in dropped:
@@ -370,15 +373,18 @@ class Restoring:
         """
         self.targets.complete()
         elsewhere = self.targets.stored.elsewhere
+        modules = {module.name for module in self._modules}
         if elsewhere is None:
             values: dict[str, Any] = {}
             for (stored_name, _), data in objects.items():
                 name = self.targets.object_here(stored_name)
-                values[name] = self.targets.value(name, decoded(stored_name, data, self._tensor))
+                tensor = functools.partial(self._tensor, lenient=name in modules)
+                values[name] = self.targets.value(name, decoded(stored_name, data, tensor))
         else:
             gathered = Gathered(elsewhere, self.targets, objects)
             gathered.reshard_tensors()
             values = {name: self._gathered(name, gathered) for name in gathered.names}
+            self._stored_extra = {name: gathered.keys(name) for name in gathered.names if name in modules}
         for name, value in values.items():
             hook = self._hooks.get(name)
             made = hook(value) if hook is not None else value
@@ -387,6 +393,40 @@ class Restoring:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)
         self._check_same()
+        seen: dict[int, tuple[str, Any]] = {}
+        for module in self._modules:
+            module.extra_state.check(self._values.get(module.name), seen)
+
+    def with_extra(
+        self, missing: tuple[str, ...], unexpected: tuple[str, ...], *, strict: bool, step: int
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what is missing and unexpected with the keys of extra state, which are known when it was decoded.
+
+        Raises:
+            InvalidRequest: (strict) there are such keys.
+        """
+        lacking: list[str] = []
+        left: list[str] = []
+        for module in self._modules:
+            if module.name in self.targets.missing:
+                continue
+            lacking += module.extra_state.missing(self._values.get(module.name))
+            left += self._left_extra(module)
+        if strict and (lacking or left):
+            hint = "strict=False takes what fits"
+            raise misfit(tuple(lacking), tuple(left), {}, hint=hint, step=step)
+        return (*missing, *lacking), tuple(sorted({*unexpected, *left}))
+
+    def _left_extra(self, module: TrackedModule) -> list[str]:
+        """Return the full names of stored extra state that no submodule here takes, once hooks have seen it."""
+        elsewhere = self.targets.stored.elsewhere
+        if elsewhere is not None and elsewhere.world > 1:
+            return []  # another rank may take it
+        value = self._values.get(module.name) if elsewhere is None else self._stored_extra.get(module.name)
+        keys = [key for key in value if isinstance(key, str)] if isinstance(value, dict | list) else []
+        here = set(module.extra_names())
+        names = [f"{module.name}/{component(key)}" for key in keys if key not in here]
+        return [name for name in names if self.targets.takes_extra(name)]
 
     def _check_same(self) -> None:
         """Refuse two values for one object that is tracked under two names."""
@@ -414,13 +454,15 @@ class Restoring:
             return rng.derived(gathered.data(name), elsewhere.coordinates, elsewhere.here, step=elsewhere.step)
         for module in self._modules:
             if module.name == name:
-                return gathered.of_module(name, module.extra_names(), hook=hook)
+                return gathered.of_module(name, module.extra_state.keys, hook=hook)
         is_per_rank = any(other.name == name and other.is_per_rank for other in self._others)
         return gathered.one(name, hook=hook, is_per_rank=is_per_rank and name != rng.NAME)
 
-    def _tensor(self, name: str) -> object:
+    def _tensor(self, name: str, *, lenient: bool) -> object:
         here = self.targets.tensor_here(name)
         if here not in self.targets.tensors:
+            if lenient and here in self.targets.stored.rows:
+                return Absent()  # of extra state that is not here, or not restored
             raise ValueError(f"it refers to a tensor {name!r} that is not stored")
         return self.targets.tensors[here]
 
