@@ -212,8 +212,8 @@ class TrackedModule:
     def _show_extra(self, stored: Stored, targets: Targets) -> None:
         """Ask for the tensors of all stored extra state: a hook may know where it belongs by now."""
         for full in stored.names_below(self.name):
-            key = full.removeprefix(f"{self.name}/").partition("/")
-            if (key[2] or key[0].rpartition(".")[2] == EXTRA_STATE) and full not in targets.tensors:
+            key, slash, _ = full.removeprefix(f"{self.name}/").partition("/")
+            if (slash or key.rpartition(".")[2] == EXTRA_STATE) and full not in targets.tensors:
                 targets.fresh(full)
 
     def keep(self, targets: Targets) -> None:

@@ -343,9 +343,8 @@ class Restoring:
             if optimizer.name in stored.objects:
                 optimizer.prepare(stored, self.targets, names)
             else:
-                self.targets.object(
-                    optimizer.name
-                )  # missing; what is stored of its state alone would be half an optimizer
+                # Missing: what is stored of its state alone would be half an optimizer.
+                self.targets.object(optimizer.name)
         for other in self._others:
             other.prepare(stored, self.targets)
         self._check_hooks(stored)
