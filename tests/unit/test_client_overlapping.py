@@ -261,6 +261,7 @@ def restored_own(live: dict[str, torch.Tensor], *, cast: bool = False, tied: tor
                 wanted.view.copy_(values[wanted.row.name] * ((wanted.rank or 0) + 1))
 
     fill(fresh=True)
+    targets.complete()
     elsewhere = targets.stored.elsewhere
     assert elsewhere is not None
     Gathered(elsewhere, targets, {}).reshard_tensors()

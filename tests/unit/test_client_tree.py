@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptd.client.tree import component, graft, join, leaves, split, text_key
+from ckptd.client.tree import Grafts, component, join, leaves, split, text_key
 
 keys = st.text() | st.integers() | st.binary() | st.booleans() | st.none() | st.tuples(st.integers(), st.text())
 
@@ -41,7 +41,7 @@ def test_graft_keeps_the_containers_and_replaces_the_content() -> None:
     inner = [1, 2, 3]
     target: dict[str, Any] = {"list": inner, "gone": 1, "deep": {"x": 0}}
     deep = target["deep"]
-    out = graft(target, {"list": [9], "deep": {"x": 5, "y": 6}, "new": (1,)})
+    out = Grafts().graft(target, {"list": [9], "deep": {"x": 5, "y": 6}, "new": (1,)})
     assert out is target
     assert target == {"list": [9], "deep": {"x": 5, "y": 6}, "new": (1,)}
     assert target["list"] is inner
@@ -78,7 +78,7 @@ def test_graft_gives_types_keys_and_order_of_what_was_stored(stored: Any) -> Non
         None,
     ]
     for target in stands:
-        out = graft(target, stored)
+        out = Grafts().graft(target, stored)
         assert type(out) is type(stored)
         assert repr(list(out.items()) if isinstance(out, dict) else out) == repr(
             list(stored.items()) if isinstance(stored, dict) else stored
@@ -89,7 +89,7 @@ def test_graft_gives_types_keys_and_order_of_what_was_stored(stored: Any) -> Non
 def test_a_mapping_of_a_type_that_is_never_stored_is_filled() -> None:
     """Such a thing can only stand where a dict was saved: a configuration, say, that the script reads."""
     target: ChainMap[str, int] = ChainMap({"a": 1, "b": 2})
-    assert graft(target, {"b": 5, "c": 6}) is target
+    assert Grafts().graft(target, {"b": 5, "c": 6}) is target
     assert dict(target) == {"b": 5, "c": 6}
 
 

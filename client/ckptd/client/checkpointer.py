@@ -152,7 +152,8 @@ class Checkpointer:
     def on_load(self, name: str, hook: Callable[[object], object]) -> None:
         """Let `hook` change the stored value of the tracked `name` before it is loaded.
 
-        For things with `load_state_dict` and plain values; it gets what `state_dict()` gave when it was saved.
+        It gets what `state_dict()` gave when it was saved, with its tensors, in memory of its own: nothing live is
+        touched before it has returned. Of a module it gets the extra state, of an optimizer what is no state tensor.
         """
         loaded: Hook = hook
         self._tracking.on_load(name, loaded)

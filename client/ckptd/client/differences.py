@@ -52,6 +52,17 @@ def tied(argument: str, name: str, owner: str) -> InvalidRequest:
     )
 
 
+def two_values(name: str, other: str) -> InvalidRequest:
+    """Return the error for one live thing under two names that were stored with other values."""
+    return InvalidRequest(
+        f"{name}: stored apart from {other} and with other values, here one object is both",
+        reason=error_pb2.REASON_LAYOUT_MISMATCH,
+        hint=f'restore them into objects of their own, or leave one out: drop=("{name}",)',
+        key=name,
+        phase="restore",
+    )
+
+
 def nothing_fits(argument: str, text: str, known: Iterable[str]) -> InvalidRequest:
     """Return the error for a text that chooses nothing."""
     similar = near(text, known)

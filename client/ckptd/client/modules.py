@@ -7,6 +7,7 @@ a restore in place reaches it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
+from .extra_state import EXTRA_STATE, ExtraState, taker_of
 from .sharding import checked, is_out_of_reach, is_tensor_leaf, memory_of
 from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
@@ -25,8 +27,6 @@ from .targets import Targets
 from .tree import component
 from .unchanged import Look, Place, is_plain, looks_of, places_of, same_looks, same_places
 from .values import encode
-
-_EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -60,6 +60,8 @@ class TrackedModule:
         self._raw_keys: list[tuple[str, ...]] = [() for _ in self._modules]
         self._names: list[list[str]] = [[] for _ in self._modules]
         self._extra: list[frozenset[str]] = [frozenset() for _ in self._modules]
+        self.extra_state = ExtraState({})
+        """What a restore loads, since it was prepared."""
         self.seen: SeenModule | None = None
         """The same object as after the save before exactly when nothing about the module changed; None: not known."""
 
@@ -105,7 +107,7 @@ class TrackedModule:
                 checked(value, f"{self.name}/{component(key)}")  # torch cannot name the entries of such a module
         others = [key for key, value in found.items() if id(value) not in live]
         for key in others:
-            if key.rpartition(".")[2] != _EXTRA_STATE:
+            if key.rpartition(".")[2] != EXTRA_STATE:
                 raise InvalidRequest(
                     f"{self.name}/{key}: an entry of the module's state_dict that is neither a parameter nor a buffer of it",
                     hint="a state_dict hook made it, so it could not be restored in place; track the module as an object "
@@ -178,13 +180,20 @@ class TrackedModule:
         return lambda name, leaf: collector.tensor(name, leaf, scope=SCOPE_PER_RANK)
 
     def prepare(self, stored: Stored, targets: Targets) -> None:
-        """Ask for every parameter and buffer in place, and for the extra state."""
+        """Ask for every parameter and buffer in place, and for the extra state.
+
+        Raises:
+            InvalidRequest: no module takes the extra state that one gives.
+        """
         owners: dict[tuple[object, ...], str] = {}
         extra = False
-        for _, key, name, value in self._entries():
+        takers: dict[str, tuple[str, nn.Module]] = {}
+        for module, key, name, value in self._entries():
             full = f"{self.name}/{component(name)}"
             if key is not None:
                 extra = True
+                if targets.takes_extra(full):
+                    takers[name] = full, taker_of(module, key, full)
                 for below in stored.names_below(full):
                     targets.fresh(below)
                 targets.fresh_own(full)
@@ -194,8 +203,24 @@ class TrackedModule:
                 targets.tie(full, owner, value)
                 continue
             targets.fill(full, value, scope=targets.scope_of(full, value, self._scope))
-        if extra:
+        self.extra_state = ExtraState(takers)
+        if self.name in targets.shown.things:
+            self._show_extra(stored, targets)
+        if extra or targets.is_part(self.name):
             targets.object(self.name)
+
+    def _show_extra(self, stored: Stored, targets: Targets) -> None:
+        """Ask for the tensors of all stored extra state: a hook may know where it belongs by now."""
+        for full in stored.names_below(self.name):
+            key, slash, _ = full.removeprefix(f"{self.name}/").partition("/")
+            if (slash or key.rpartition(".")[2] == EXTRA_STATE) and full not in targets.tensors:
+                targets.fresh(full)
+
+    def keep(self, targets: Targets) -> None:
+        """Note every parameter and buffer as one that stays as it is; a module that could not be restored can be kept."""
+        for module in self._modules:
+            for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+                targets.keep(f"{self.name}/{component(name)}", tensor)
 
     def extra_names(self) -> list[str]:
         """Return the canonical names of the submodules' extra states."""
@@ -203,8 +228,5 @@ class TrackedModule:
 
     def load(self, value: object) -> None:
         """Hand the extra state to the submodules it came from. Tensors were filled in place."""
-        if not isinstance(value, dict):
-            return
-        for module, key, name, _ in list(self._entries()):
-            if key is not None and name in value:
-                module.get_submodule(key.removesuffix(_EXTRA_STATE).rstrip(".")).set_extra_state(value[name])
+        for _, module, item in list(self.extra_state.taken(value)):
+            module.set_extra_state(item)

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from . import rng
-from .sharding import PLAIN_TYPES, PerRank, Sharded, is_tensor_leaf, memory_of, pieces_of
+from .sharding import PLAIN_TYPES, PerRank, Sharded, is_tensor_leaf, memory_of, per_rank_value, pieces_of
+from .shown import How
 from .state import Collector
 from .stored import Stored
-from .targets import Targets, per_rank_value
-from .tree import graft, leaves
+from .targets import Targets
+from .tree import Grafts, leaves
 from .values import MAX_DEPTH, encode
 
 
@@ -104,7 +105,7 @@ class TrackedStateful:
         for name in names:
             made = _made_like(like.get(name))
             if made is not None:
-                targets.fill(name, made, scope=default_scope(made))
+                targets.fill(name, made, scope=default_scope(made), how=How.MADE)
             else:
                 leaf = like.get(name)
                 targets.fresh(name, like=leaf if isinstance(leaf, DTensor) else None)
@@ -140,23 +141,30 @@ class TrackedValue:
         live = _live_leaves(self.name, per_rank_value(held) if is_own else held)
         names = stored.names_below(self.name)
         _fill_empty(live, names, targets)
+        how = How.SHOWN if self.name in targets.shown.things else How.IN_PLACE
         for name in names:
             leaf = live.get(name)
             if leaf is None:
                 targets.fresh(name)
             else:
-                targets.fill(name, leaf, scope=SCOPE_PER_RANK if is_own else default_scope(per_rank_value(leaf)))
+                scope = SCOPE_PER_RANK if is_own else default_scope(per_rank_value(leaf))
+                targets.fill(name, leaf, scope=scope, how=how)
         targets.fresh_own(self.name)
         targets.object(self.name)
 
-    def load(self, value: object) -> None:
+    def keep(self, targets: Targets) -> None:
+        """Note every tensor as one that stays as it is."""
+        for name, leaf in _live_leaves(self.name, per_rank_value(self._holder[self._key])).items():
+            targets.keep(name, leaf)
+
+    def load(self, value: object, grafts: Grafts) -> None:
         """Put the value into the mapping, keeping the containers that stand there."""
         held = self._holder[self._key]
         if isinstance(held, PerRank) and not is_tensor_leaf(held):
             # What was said of the whole still holds with the next save.
-            self._holder[self._key] = PerRank(graft(held.value, value))
+            self._holder[self._key] = PerRank(grafts.graft(held.value, value))
         else:
-            self._holder[self._key] = graft(held, value)
+            self._holder[self._key] = grafts.graft(held, value)
 
 
 class TrackedRng:

@@ -13,8 +13,9 @@ from typing import Any
 
 from ckptd.protos import error_pb2
 
+from .alike import bits
 from .errors import InvalidRequest
-from .resharding import Absent, bits
+from .resharding import Absent
 
 _SHOWN = 3
 

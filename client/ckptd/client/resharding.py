@@ -8,43 +8,24 @@ taken for another's unless all were equal bit by bit, or a hook said so.
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from google.protobuf.message import DecodeError
-from torch.distributed.tensor import DTensor
 
 from ckptd.protos import error_pb2
 from ckptd.protos.snapshot_pb2 import Value
 
+from .alike import bits, tensor_text
 from .errors import InvalidRequest, SnapshotCorrupt
 from .reshard_hooks import ReshardHook, StoredPiece
-from .sharding import is_tensor_leaf
 from .stored import Elsewhere
 from .targets import ObjectKey, Targets
-from .values import decode, encode
+from .values import decode
 
 
 class Absent:
     """Stands for a tensor that another stage holds; only an optimizer's merge meets it."""
-
-
-def bits(value: object) -> bytes:
-    """Return bytes that are equal exactly for equal values: types, order, floats and tensors bit by bit."""
-
-    def sink(name: str, leaf: object) -> str:
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
-            return f"{leaf.dtype} {tuple(leaf.shape)} {_sha(leaf)}"
-        return name
-
-    return encode(value, "", is_tensor=is_tensor_leaf, tensor=sink).SerializeToString(deterministic=True)
-
-
-def _sha(tensor: torch.Tensor) -> str:
-    plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(plain.numpy().data).hexdigest()
 
 
 def decoded(name: str, data: bytes, tensor: Callable[[str], object]) -> Any:
@@ -138,7 +119,7 @@ class Gathered:
         for below, owners in self._targets.stored.own_below(name):
             for rank in owners:
                 tensor = self._targets.own_tensors[rank, below]
-                own.setdefault(rank, []).append((below, f"{tensor.dtype} {tuple(tensor.shape)} {_sha(tensor)}"))
+                own.setdefault(rank, []).append((below, tensor_text(tensor)))
         return len({(data, tuple(own.get(rank, ()))) for rank, data in self._data[name].items()}) == 1
 
     def one(self, name: str, *, hook: ReshardHook | None, is_per_rank: bool) -> Any:
@@ -153,6 +134,11 @@ class Gathered:
         if not is_per_rank and self.are_equal(name):
             return next(iter(values.values()))
         raise undecided(name, self.elsewhere, is_per_rank=is_per_rank)
+
+    def keys(self, name: str) -> list[str]:
+        """Return the keys of a module's extra state that any stored rank held."""
+        values = self.values(name, lenient=True).values()
+        return sorted({key for value in values if isinstance(value, dict) for key in value})
 
     def of_module(self, name: str, keys: Iterable[str], *, hook: ReshardHook | None) -> Any:
         """Return a module's extra state, key by key: ranks of a pipeline hold those of their own submodules.

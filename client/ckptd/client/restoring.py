@@ -158,6 +158,7 @@ class Restorer:
             # memory here. Checks come between these and the live tensors.
             self._fill([piece for piece in fetched.pieces if piece.wanted.is_fresh], files)
             restoring.decode({key: files.read(*place).numpy().tobytes() for key, place in fetched.objects.items()})
+            missing, unexpected = restoring.with_extra(missing, unexpected, strict=question.strict, step=found.step)
             restoring.targets.check_shared()
             failpoint("client.before_fill")
             self._fill([piece for piece in fetched.pieces if not piece.wanted.is_fresh], files)

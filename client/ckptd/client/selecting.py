@@ -21,6 +21,7 @@ from .mapping import Names, RenamedStored, Renaming
 from .patterns import is_pattern, matches
 from .reshard_hooks import ReshardHooks
 from .sharding import Pieces, dtype_of, pieces_of
+from .shown import How
 from .stored import Stored
 from .targets import Targets
 from .tree import component
@@ -127,14 +128,15 @@ class ChosenTargets(Targets):
         """Say whether the thing tracked as `name`, which is no module, is restored."""
         return self._chosen.takes_whole(name)
 
-    def fill(self, name: str, leaf: object, *, scope: int = SCOPE_GLOBAL) -> None:
-        """Ask for a live tensor to be filled in place, if it is chosen."""
+    def fill(self, name: str, leaf: object, *, scope: int = SCOPE_GLOBAL, how: How = How.IN_PLACE) -> None:
+        """Ask for a tensor to be filled, if it is chosen."""
         self._live.add(name)
         if not self._is_chosen(name):
+            self.keep(name, leaf)
             return
-        super().fill(name, leaf, scope=scope)
-        source = name if name in self.stored.rows else self.stored.aliases.get(name, "")
-        if self._chosen.cast and self.tensors.get(name) is leaf and source in self.stored.rows:
+        super().fill(name, leaf, scope=scope, how=how)
+        source = self.stored.source(name)
+        if self._chosen.cast and self.tensors.get(name) is leaf and source is not None and source in self.stored.rows:
             self._note_cast(leaf, dtype_of(self.stored.rows[source][0].dtype))
 
     def _note_cast(self, leaf: object, stored: torch.dtype) -> None:
@@ -175,14 +177,21 @@ class ChosenTargets(Targets):
         with torch.no_grad():
             made = torch.empty_like(like, requires_grad=False)
         if self._fits(name, name, pieces_of(made, name), first.scope):
-            self._want(name, pieces_of(made, name))
+            self._want(name, pieces_of(made, name), is_apart=True)
         self.tensors[name] = made
         return made
 
+    def takes_extra(self, name: str) -> bool:
+        """Say whether the extra state called `name` is restored."""
+        return super().takes_extra(name) and self._is_chosen(name)
+
+    def is_part(self, name: str) -> bool:
+        """Say whether a part of the module tracked as `name` was chosen."""
+        return name in self._modules and not self._chosen.takes_whole(name)
+
     def object(self, name: str) -> None:
         """Ask for an object."""
-        is_part = name in self._modules and not self._chosen.takes_whole(name)
-        if is_part and (name not in self.stored.objects or not self._chosen.reaches(name)):
+        if self.is_part(name) and (name not in self.stored.objects or not self._chosen.reaches(name)):
             return  # else its extra state is read, and what is not chosen left out when it was decoded
         before = len(self.objects)
         super().object(name)
@@ -250,10 +259,10 @@ class ChosenTargets(Targets):
             casts += zip(pieces.views(), asked.views(), strict=True)
         super()._want(source, asked, is_apart=is_apart)
 
-    def check_shared(self) -> None:
-        """See `Targets.check_shared`; what is cast for it goes into memory that is not live."""
+    def complete(self) -> None:
+        """See `Targets.complete`: what is cast for it goes into memory that is not live."""
         _cast(self._casts_apart)
-        super().check_shared()
+        super().complete()
 
     def finish(self) -> None:
         """Cast what was fetched into its place. Everything has been verified."""

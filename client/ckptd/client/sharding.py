@@ -83,6 +83,30 @@ def is_tensor_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor | Sharded)
 
 
+def per_rank_value(value: object) -> object:
+    """Return what `PerRank` holds, or the value itself."""
+    return value.value if isinstance(value, PerRank) else value
+
+
+def held_in(leaf: object, local: torch.Tensor) -> object:
+    """Return a leaf as `leaf` is whose local tensor is `local`, of the same shape."""
+    inner = per_rank_value(leaf)
+    made: object = local
+    if isinstance(inner, Sharded):
+        made = Sharded(local, inner.global_shape, inner.offsets)
+    elif isinstance(inner, DTensor):
+        with torch.no_grad():
+            made = DTensor.from_local(
+                local,
+                inner.device_mesh,
+                inner.placements,
+                run_check=False,
+                shape=inner.shape,
+                stride=inner.stride(),
+            )
+    return PerRank(made) if isinstance(leaf, PerRank) else made
+
+
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is equal for two tensors exactly when they are the same memory seen in the same way."""
     local, place = tensor, None

@@ -32,17 +32,28 @@ class StandIns:
     def __init__(self, apart: Mapping[str, int]) -> None:
         self._apart = apart
         self._filled: list[tuple[str, torch.Tensor]] = []
-        self._kept: list[tuple[str, torch.Tensor]] = []
+        self._kept: list[tuple[str, torch.Tensor, bool]] = []
         self._values: dict[str, list[Settled]] = {}
 
-    def filled(self, name: str, leaf: object, local: torch.Tensor) -> torch.Tensor | None:
-        """Note a live tensor that will be filled; return fresh memory for its value, None: it can be filled in place."""
-        self._filled.append((name, local))
-        return self._stand_in(name, leaf, local) if name in self._apart or overlaps(local) else None
+    def filled(self, name: str, leaf: object, local: torch.Tensor, *, is_shown: bool = False) -> torch.Tensor | None:
+        """Note a live tensor that will be filled; return fresh memory for its value, None: it can be filled in place.
 
-    def kept(self, name: str, leaf: object, local: torch.Tensor) -> None:
-        """Note a live tensor that stays as it is, though what is filled may share its memory."""
-        self._kept.append((name, local))
+        Args:
+            name: Its name.
+            leaf: The live leaf.
+            local: Its local tensor.
+            is_shown: Whether the value is needed before anything live is touched.
+        """
+        self._filled.append((name, local))
+        return self._stand_in(name, leaf, local) if is_shown or name in self._apart or overlaps(local) else None
+
+    def forget(self, name: str) -> None:
+        """Leave the live tensor called `name` as it is after all."""
+        self._values.pop(name, None)
+
+    def kept(self, name: str, leaf: object, local: torch.Tensor, *, goes_along: bool) -> None:
+        """Note a live tensor that stays as it is, though what is filled may share its memory; see `Targets.keep`."""
+        self._kept.append((name, local, goes_along))
         if name in self._apart:
             put(self._stand_in(name, leaf, local), local)
 
@@ -67,10 +78,13 @@ class StandIns:
             InvalidRequest: one is dropped, and the same memory is filled under another name.
         """
         owners = {memory_of(tensor): name for name, tensor in self._filled} if self._kept else {}
-        for name, tensor in self._kept:
-            if (owner := owners.get(memory_of(tensor))) is not None:
+        kept: list[tuple[str, torch.Tensor]] = []
+        for name, tensor, goes_along in self._kept:
+            if (owner := owners.get(memory_of(tensor))) is None:
+                kept.append((name, tensor))
+            elif not goes_along:
                 raise tied("drop", name, owner)
-        found = sharing([*self._filled, *self._kept])
+        found = sharing([*self._filled, *kept])
         filled = {found[name] for name, _ in self._filled if name in found}
         return {name: group for name, group in found.items() if group in filled}
 

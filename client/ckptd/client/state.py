@@ -203,10 +203,14 @@ class Collector:
         return True
 
     def alias(self, name: str, target: str) -> None:
-        """Say that `name` shares the memory of `target`, which is collected."""
+        """Say that `name` shares the memory of `target`, which is collected.
+
+        Where `target` has no elements on this rank it is not stored here, and nor is the tie.
+        """
         check_text(name)
         self._cut.names.add(name)
-        self._cut.aliases.append((name, target))
+        if self._known[target].rows:
+            self._cut.aliases.append((name, target))
 
     def object(self, name: str, value: Value | object) -> None:
         """Collect an object: encoded at once.

@@ -91,6 +91,10 @@ class Stored:
         """All names, sorted: the same list on every rank where the step is of another mesh."""
         return sorted({*self.rows, *self.own_rows, *self.aliases, *self.objects})
 
+    def source(self, name: str) -> str | None:
+        """Return the name that the bytes of the tensor `name` are stored under; None where it is not stored."""
+        return name if name in self.rows or name in self.own_rows else self.aliases.get(name)
+
     def names_below(self, prefix: str) -> list[str]:
         """Return the tensor names that are `prefix` or begin with it and "/"; not those of single ranks elsewhere."""
         return _below(self._sorted, prefix)

@@ -25,7 +25,8 @@ from .overlapping import held
 from .patterns import matches
 from .placements import LocalBox
 from .reshard_hooks import ReshardHook, ReshardHooks
-from .sharding import PerRank, Pieces, dtype_name, dtype_of, pieces_of, refusal
+from .sharding import Pieces, dtype_name, dtype_of, held_in, is_out_of_reach, pieces_of, refusal
+from .shown import How, Shown
 from .stand_ins import StandIns, put
 from .stored import Stored
 
@@ -41,11 +42,12 @@ class Wanted:
     rank: int | None = None
     """Stored rank whose own it is, where a step of another mesh is read; the view is fresh memory then."""
     is_apart: bool = False
-    """Whether the view is fresh memory that stands for a live tensor until `Targets.settle`."""
+    """Whether the view is memory made for this restore: of a new tensor, or standing for a live one until
+    `Targets.settle`."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether filling the view touches nothing live, and what is checked may depend on it."""
+        """Whether filling the view touches nothing live: done first, as checks and the user's hooks depend on it."""
         return self.rank is not None or self.is_apart
 
 
@@ -93,7 +95,9 @@ class Targets:
         self.missing: list[str] = []
         self.mismatched: dict[str, str] = {}
         self._dtypes_differ = False
+        self._tied_otherwise: tuple[str, str] | None = None
         self._stand_ins = StandIns(apart or {})
+        self.shown = Shown()
         self._claimed: set[str] = set()
         self._claimed_objects: set[str] = set()
         if dropped:
@@ -102,14 +106,14 @@ class Targets:
     def _is_dropped(self, name: str) -> bool:
         return any(matches(name, text) for text in self._dropped)
 
-    def fill(self, name: str, leaf: object, *, scope: int = SCOPE_GLOBAL) -> None:
-        """Ask for a live tensor to be filled in place."""
+    def fill(self, name: str, leaf: object, *, scope: int = SCOPE_GLOBAL, how: How = How.IN_PLACE) -> None:
+        """Ask for a tensor to be filled: a live one in place, when all was checked."""
         self._live.add(name)
         if self._is_dropped(name):
-            self._keep(name, leaf)
+            self.keep(name, leaf, goes_along=False)
             return
         pieces = pieces_of(leaf, name)
-        source = name if name in self.stored.rows else self.stored.aliases.get(name)
+        source = self.stored.source(name)
         if source is None or source not in self.stored.rows:
             if name in self.stored.own_rows:
                 self.reshard(name, leaf)
@@ -121,18 +125,41 @@ class Targets:
         if source != name:
             self._claimed.add(name)
         if self._fits(name, source, pieces, self.scope_of(name, leaf, scope)):
-            apart = self._stand_ins.filled(name, leaf, pieces.local)
-            if apart is not None:
-                pieces = replace(pieces, local=apart)
-            self._want(source, pieces, is_apart=apart is not None)
+            apart = None
+            if how is not How.MADE:
+                apart = self._stand_ins.filled(name, leaf, pieces.local, is_shown=how is How.SHOWN)
+            self._want(
+                source,
+                pieces if apart is None else replace(pieces, local=apart),
+                is_apart=apart is not None or how is How.MADE,
+            )
+            if how is How.SHOWN and apart is not None and apart.numel():
+                live, leaf = leaf, held_in(leaf, apart)
+                self.shown.add(name, live, leaf)
         self._claimed.add(source)
         self.tensors[name] = leaf
 
-    def _keep(self, name: str, leaf: object) -> None:
-        """Note a live tensor that stays as it is, though what is filled may share its memory."""
-        local = held(leaf).detach()
-        if refusal(local) is None:
-            self._stand_ins.kept(name, leaf, local)
+    def returned(self, name: str, value: object) -> object:
+        """Return what hooks made of the value of `name` as it is loaded: live tensors get what the hooks left in their stead.
+
+        Those that a hook did not return are not touched.
+        """
+        value, left = self.shown.returned(name, value)
+        for each in left:
+            self._stand_ins.forget(each)
+        return value
+
+    def keep(self, name: str, leaf: object, *, goes_along: bool = True) -> None:
+        """Note a live tensor that stays as it is, though what is filled may share its memory.
+
+        Args:
+            name: Its name.
+            leaf: The live leaf.
+            goes_along: Whether it goes along where exactly its memory is filled under another name; False: that is an error.
+        """
+        local = held(leaf)
+        if not is_out_of_reach(local) and refusal(local) is None:
+            self._stand_ins.kept(name, leaf, local.detach(), goes_along=goes_along)
 
     def fits(self, name: str, leaf: object, *, scope: int) -> bool:
         """Say whether `leaf` could be filled from what is stored as `name`; asks for nothing."""
@@ -175,6 +202,15 @@ class Targets:
         """Take what is stored as `name`, and below it, for asked: it is left alone."""
         self._claimed.update(each for each in self.stored.names if each == name or each.startswith(f"{name}/"))
         self._claimed_objects.add(name)
+
+    def takes_extra(self, name: str) -> bool:
+        """Say whether the extra state called `name` is restored."""
+        self._live.add(name)
+        return not self._is_dropped(name)
+
+    def is_part(self, _name: str) -> bool:
+        """Say whether a part of the module tracked as `_name` was chosen."""
+        return False
 
     def fresh_own(self, prefix: str) -> None:
         """Ask for every stored rank's own tensors below `prefix`, of a step of another mesh; see `own_tensors`."""
@@ -252,6 +288,9 @@ class Targets:
         """
         return self._stand_ins.sharing()
 
+    def complete(self) -> None:
+        """Finish what was fetched into fresh memory, which objects and hooks see from now on."""
+
     def check_shared(self) -> None:
         """Check that one tensor is to hold one value. What is apart must be filled; nothing live is touched.
 
@@ -275,12 +314,17 @@ class Targets:
             raise tied("drop", name, owner)
         if self._is_dropped(name):
             return
-        self._stand_ins.tie(owner, leaf)
-        if (name in self.stored.rows or name in self.stored.own_rows) and name not in self._claimed:
-            self.mismatched[name] = f"stored apart, here tied to {owner}"
-        elif name not in self.stored.rows and name not in self.stored.aliases:
-            self.missing.append(name)
         self._claimed.add(name)
+        if not pieces_of(leaf, name).boxes:
+            return  # no elements here, and a tie without any is not stored
+        self._stand_ins.tie(owner, leaf)
+        source, its = self.stored.source(name), self.stored.source(owner)
+        if source is None:
+            self.missing.append(name)
+        elif source != its:
+            how = "apart" if source == name else f"tied to {source}"
+            self.mismatched[name] = f"stored {how}, here tied to {owner}{'' if its else ', which is not stored'}"
+            self._tied_otherwise = self._tied_otherwise or (name, owner)
 
     def fresh(
         self, name: str, *, like: torch.Tensor | None = None, device: torch.device | None = None
@@ -302,14 +346,14 @@ class Targets:
             if like is not None and first.scope == SCOPE_GLOBAL and first.global_shape == tuple(like.shape):
                 made = torch.empty_like(like, dtype=dtype, requires_grad=False)
                 if self._fits(name, name, pieces_of(made, name), first.scope):
-                    self._want(name, pieces_of(made, name))
+                    self._want(name, pieces_of(made, name), is_apart=True)
                 self.tensors[name] = made
                 return made
             # Of another mesh every row is whole: beside a sharded tensor only what has no dimensions is sure to be so.
             is_whole = not self.stored.other_mesh or not isinstance(like, DTensor) or not first.global_shape
             if is_whole and len(rows) == 1 and (first.scope == SCOPE_PER_RANK or first.length == first.global_shape):
                 made = torch.empty(first.length, dtype=dtype, device=device or torch.device("cpu"))
-                self.wanted.append(Wanted(row=first, view=made))
+                self.wanted.append(Wanted(row=first, view=made, is_apart=True))
                 self.tensors[name] = made
                 return made
         self.mismatched[name] = (
@@ -392,6 +436,12 @@ class Targets:
                 f'on_reshard("{own}", hook) makes it of all ranks\' values, a pattern stands for several; drop= leaves tracked '
                 "things, or tensors of modules, as they are here"
             )
+        if self._tied_otherwise is not None:
+            name, owner = self._tied_otherwise
+            return (
+                f"tie tensors as the run that saved did, or untie {name} before the restore; drop=({name!r}, {owner!r}) "
+                "leaves both as they are here"
+            )
         return "cast=True converts between floating dtypes" if self._dtypes_differ else ""
 
     def check(self, *, strict: bool, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -417,8 +467,3 @@ class Targets:
 
 def _row_of(first: ShardRow, box: LocalBox, dtype: torch.dtype) -> ShardRow:
     return replace(first, offset=box.offset, length=box.length, nbytes=math.prod(box.length) * dtype.itemsize)
-
-
-def per_rank_value(value: object) -> object:
-    """Return what `PerRank` holds, or the value itself."""
-    return value.value if isinstance(value, PerRank) else value

@@ -8,6 +8,7 @@ nothing is loaded before everything was decoded and checked.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,6 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from . import rng
+from .alike import alike
+from .differences import misfit, two_values
 from .errors import CkptdError, InvalidRequest
 from .generators import Generator, TrackedGenerator
 from .modules import SeenModule, TrackedModule
@@ -24,13 +27,13 @@ from .nested import Hook, Stateful, TrackedRng, TrackedStateful, TrackedValue
 from .optimizer_state import Names
 from .optimizers import TrackedOptimizer, parameter_names
 from .reshard_hooks import ReshardHook, ReshardHooks
-from .resharding import Gathered, decoded, undecided
+from .resharding import Absent, Gathered, decoded, undecided
 from .selecting import EVERYTHING, Choice, ChosenTargets
-from .sharding import PerRank, Sharded
+from .sharding import PerRank, Sharded, per_rank_value
 from .state import Collected, Collector, check_text
 from .stored import Stored
 from .targets import ObjectKey, Targets
-from .tree import component
+from .tree import Grafts, component
 
 log = logging.getLogger("ckptd.client")
 
@@ -230,6 +233,7 @@ class Tracking:
             return Restoring(
                 self._targets(stored, things, names, chosen, parts, apart=apart),
                 things=things,
+                given={name: per_rank_value(thing) for name, thing in self.given(state).items()},
                 generators=self._rng,
                 names=names,
                 hooks=self._hooks,
@@ -240,7 +244,10 @@ class Tracking:
         made = restoring({})
         # Which live tensors share memory is known when all have been named; then those are asked for apart.
         shared = made.targets.sharing()
-        return restoring(shared) if shared else made
+        if not shared:
+            return made
+        del made  # and with it the memory of all that does not stand here yet, before it is made again
+        return restoring(shared)
 
     def _targets(
         self,
@@ -300,6 +307,7 @@ class Restoring:
         targets: Targets,
         *,
         things: _Things,
+        given: Mapping[str, object],
         generators: TrackedRng,
         names: Names,
         hooks: Mapping[str, Hook],
@@ -308,23 +316,42 @@ class Restoring:
     ) -> None:
         self.tracked = things.names() | {rng.NAME}
         """Names of everything tracked, dropped or not."""
+        kept: list[TrackedModule | _Other] = [*things.modules, *things.others]
+        kept = [thing for thing in kept if thing.name in dropped]
         things = things.without(dropped)
         self._modules, self._names, self._hooks, self._reshard = things.modules, names, hooks, reshard
         others: list[_Other] = [*things.others, *([generators] if rng.NAME not in dropped else [])]
         self._optimizers = [optimizer for optimizer in things.optimizers if targets.takes(optimizer.name)]
         self._others = [other for other in others if targets.takes(other.name)]
+        kept += [other for other in others if not targets.takes(other.name)]
         self._values: dict[str, Any] = {}
+        self._given = given
+        self._stored_extra: dict[str, list[str]] = {}
+        """Of another mesh: module: keys of the extra state that its stored ranks held."""
         self.targets = targets
         stored = targets.stored
         for name in dropped:
             targets.drop(name)
+        self.targets.shown.show(name for name in self.tracked if self._has_hook(name))
+        for thing in kept:
+            # What other things' `state_dict()` gives need not be live, and nothing of them is asked for.
+            if isinstance(thing, TrackedModule | TrackedValue):
+                thing.keep(targets)
         for module in self._modules:
             module.prepare(stored, self.targets)
         for optimizer in self._optimizers:
-            optimizer.prepare(stored, self.targets, names)
+            if optimizer.name in stored.objects:
+                optimizer.prepare(stored, self.targets, names)
+            else:
+                # Missing: what is stored of its state alone would be half an optimizer.
+                self.targets.object(optimizer.name)
         for other in self._others:
             other.prepare(stored, self.targets)
         self._check_hooks(stored)
+
+    def _has_hook(self, name: str) -> bool:
+        is_elsewhere = self.targets.stored.elsewhere is not None
+        return name in self._hooks or (is_elsewhere and self._reshard.of_thing(name) is not None)
 
     def _check_hooks(self, stored: Stored) -> None:
         """Refuse what only a hook can decide and has none, before anything is asked for."""
@@ -335,30 +362,81 @@ class Restoring:
                 raise undecided(thing.name, stored.elsewhere, is_per_rank=True)
 
     def decode(self, objects: Mapping[ObjectKey, bytes]) -> None:
-        """Decode and check all objects. Nothing is touched.
+        """Decode and check all objects, and run hooks on them. Nothing live is touched.
 
-        Of another mesh the targets' `own_tensors` must be filled.
+        What is wanted and `is_fresh` must be filled: objects refer to it, and hooks see it.
 
         Raises:
             SnapshotCorrupt: bytes that are no stored value.
             InvalidRequest: a value that does not fit what is tracked.
         """
+        self.targets.complete()
         elsewhere = self.targets.stored.elsewhere
+        modules = {module.name for module in self._modules}
         if elsewhere is None:
             values: dict[str, Any] = {}
             for (stored_name, _), data in objects.items():
                 name = self.targets.object_here(stored_name)
-                values[name] = self.targets.value(name, decoded(stored_name, data, self._tensor))
+                tensor = functools.partial(self._tensor, lenient=name in modules)
+                values[name] = self.targets.value(name, decoded(stored_name, data, tensor))
         else:
             gathered = Gathered(elsewhere, self.targets, objects)
             gathered.reshard_tensors()
             values = {name: self._gathered(name, gathered) for name in gathered.names}
+            self._stored_extra = {name: gathered.keys(name) for name in gathered.names if name in modules}
         for name, value in values.items():
             hook = self._hooks.get(name)
-            self._values[name] = hook(value) if hook is not None else value
+            made = hook(value) if hook is not None else value
+            self._values[name] = self.targets.returned(name, made) if name in self.targets.shown.things else made
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)
+        self._check_same()
+        seen: dict[int, tuple[str, Any]] = {}
+        for module in self._modules:
+            module.extra_state.check(self._values.get(module.name), seen)
+
+    def with_extra(
+        self, missing: tuple[str, ...], unexpected: tuple[str, ...], *, strict: bool, step: int
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what is missing and unexpected with the keys of extra state, which are known when it was decoded.
+
+        Raises:
+            InvalidRequest: (strict) there are such keys.
+        """
+        lacking: list[str] = []
+        left: list[str] = []
+        for module in self._modules:
+            if module.name in self.targets.missing:
+                continue
+            lacking += module.extra_state.missing(self._values.get(module.name))
+            left += self._left_extra(module)
+        if strict and (lacking or left):
+            hint = "strict=False takes what fits"
+            raise misfit(tuple(lacking), tuple(left), {}, hint=hint, step=step)
+        return (*missing, *lacking), tuple(sorted({*unexpected, *left}))
+
+    def _left_extra(self, module: TrackedModule) -> list[str]:
+        """Return the full names of stored extra state that no submodule here takes, once hooks have seen it."""
+        elsewhere = self.targets.stored.elsewhere
+        if elsewhere is not None and elsewhere.world > 1:
+            return []  # another rank may take it
+        value = self._values.get(module.name) if elsewhere is None else self._stored_extra.get(module.name)
+        keys = [key for key in value if isinstance(key, str)] if isinstance(value, dict | list) else []
+        here = set(module.extra_names())
+        names = [f"{module.name}/{component(key)}" for key in keys if key not in here]
+        return [name for name in names if self.targets.takes_extra(name)]
+
+    def _check_same(self) -> None:
+        """Refuse two values for one object that is tracked under two names."""
+        first: dict[int, str] = {}
+        for name, thing in self._given.items():
+            # Plain values are taken apart, and of modules only the extra state is here.
+            if name not in self._values or isinstance(thing, nn.Module) or not isinstance(thing, Stateful | Generator):
+                continue
+            other = first.setdefault(id(thing), name)
+            if other != name and not alike(self._values[other], self._values[name]):
+                raise two_values(name, other)
 
     def _gathered(self, name: str, gathered: Gathered) -> Any:
         for optimizer in self._optimizers:
@@ -375,13 +453,15 @@ class Restoring:
             return rng.derived(gathered.data(name), elsewhere.coordinates, elsewhere.here, step=elsewhere.step)
         for module in self._modules:
             if module.name == name:
-                return gathered.of_module(name, module.extra_names(), hook=hook)
+                return gathered.of_module(name, module.extra_state.keys, hook=hook)
         is_per_rank = any(other.name == name and other.is_per_rank for other in self._others)
         return gathered.one(name, hook=hook, is_per_rank=is_per_rank and name != rng.NAME)
 
-    def _tensor(self, name: str) -> object:
+    def _tensor(self, name: str, *, lenient: bool) -> object:
         here = self.targets.tensor_here(name)
         if here not in self.targets.tensors:
+            if lenient and here in self.targets.stored.rows:
+                return Absent()  # of extra state that is not here, or not restored
             raise ValueError(f"it refers to a tensor {name!r} that is not stored")
         return self.targets.tensors[here]
 
@@ -395,6 +475,11 @@ class Restoring:
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names)
+        grafts = Grafts(alike)
         for other in self._others:
-            if other.name in self._values:
+            if other.name not in self._values:
+                continue
+            if isinstance(other, TrackedValue):
+                other.load(self._values[other.name], grafts)
+            else:
                 other.load(self._values[other.name])

@@ -11,6 +11,7 @@ key is "%e". A position in a list or tuple is its number. Any other key is "%k" 
 
 from __future__ import annotations
 
+import operator
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, TypeAlias
@@ -98,24 +99,68 @@ def leaves(
             yield from leaves(item, is_leaf=is_leaf, prefix=f"{prefix}/{part}", depth=depth - 1)
 
 
-def graft(target: object, restored: object) -> object:
-    """Put `restored` in the place of `target` and return what stands there; mutable containers stay the same objects.
+def mapped(value: object, change: Callable[[object], object], *, depth: int) -> object:
+    """Return `value` with `change` of everything in it: containers hold the results, and stay the same objects but for tuples.
 
-    Dicts and lists of the target's own type stay the same objects and get exactly the restored content, in its order;
-    so do mappings of types that are never stored. Everything else is replaced.
+    Args:
+        value: Nested dicts, lists and tuples.
+        change: Takes a leaf or a container before it is looked into; what is no longer the same object is not looked into.
+        depth: Levels to descend at most.
     """
-    if isinstance(restored, dict) and _may_hold(target, restored):
+    changed = change(value)
+    if changed is not value or depth == 0:
+        return changed
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if (made := mapped(item, change, depth=depth - 1)) is not item:
+                value[key] = made
+    elif isinstance(value, list):
+        value[:] = [mapped(item, change, depth=depth - 1) for item in value]
+    elif type(value) is tuple:
+        made_items = tuple(mapped(item, change, depth=depth - 1) for item in value)
+        return made_items if any(a is not b for a, b in zip(made_items, value, strict=True)) else value
+    return value
+
+
+class Grafts:
+    """Puts restored values in the place of live ones; mutable containers stay the same objects.
+
+    A live container that stands in several places gets one value: where another one belongs, that is a container of its
+    own.
+
+    Args:
+        alike: Says whether two restored values are one.
+    """
+
+    def __init__(self, alike: Callable[[object, object], bool] = operator.is_) -> None:
+        self._alike = alike
+        # By identity; the container is held too, so that no other one gets its identity.
+        self._used: dict[int, tuple[object, object]] = {}
+
+    def graft(self, target: object, restored: object) -> object:
+        """Put `restored` in the place of `target` and return what stands there.
+
+        Dicts and lists of the target's own type stay the same objects and get exactly the restored content, in its order;
+        so do mappings of types that are never stored. Everything else is replaced.
+        """
+        is_mapping = isinstance(restored, dict) and _may_hold(target, restored)
+        if not is_mapping and not (isinstance(target, list) and isinstance(restored, list)):
+            return restored
+        if (used := self._used.get(id(target))) is not None:
+            return target if self._alike(used[1], restored) else restored
+        self._used[id(target)] = target, restored
+        if isinstance(target, list) and isinstance(restored, list):
+            length = len(target)
+            target[:] = [self.graft(target[i], item) if i < length else item for i, item in enumerate(restored)]
+            return target
         assert isinstance(target, MutableMapping)
+        assert isinstance(restored, dict)
         # Keys too are the restored ones (True is found as 1), in their order.
-        content = [(key, graft(target[key], item) if key in target else item) for key, item in restored.items()]
+        content = [(key, self.graft(target[key], item) if key in target else item) for key, item in restored.items()]
         target.clear()
         for key, item in content:
             target[key] = item
         return target
-    if isinstance(target, list) and isinstance(restored, list):
-        target[:] = [graft(target[i], item) if i < len(target) else item for i, item in enumerate(restored)]
-        return target
-    return restored
 
 
 _STORED_MAPPINGS = frozenset({dict, OrderedDict, Counter, defaultdict})
