@@ -37,7 +37,7 @@ class TrackedOptimizer:
 
     def __init__(self, name: str, optimizer: Optimizer, *, per_rank: bool = False) -> None:
         self.name = name
-        self._optimizer = optimizer
+        self._optimizer = self.optimizer = optimizer
         self._per_rank = per_rank
         self._group_names: dict[tuple[str, ...], Value] = {}
         self._seen: Seen | None = None

@@ -31,6 +31,7 @@ from .state import Collected, Collector, check_text
 from .stored import Stored
 from .targets import ObjectKey, Targets
 from .tree import component
+from .wrapped_optimizers import check_collected, check_restored
 
 log = logging.getLogger("ckptd.client")
 
@@ -90,6 +91,10 @@ class _Things:
     def names(self) -> set[str]:
         """Return the names of all."""
         return {thing.name for thing in [*self.modules, *self.optimizers, *self.others]}
+
+    def optimizers_by_name(self) -> dict[str, Optimizer]:
+        """Return the optimizers themselves."""
+        return {optimizer.name: optimizer.optimizer for optimizer in self.optimizers}
 
     def without(self, dropped: AbstractSet[str]) -> _Things:
         """Return these things but for the dropped ones."""
@@ -196,7 +201,9 @@ class Tracking:
         for other in [*things.others, self._rng]:
             with _blamed(other.name):
                 other.collect(collector)
-        return collector.finish()
+        collected = collector.finish()
+        check_collected(things.optimizers_by_name(), collected.views)
+        return collected
 
     def _names_after_collecting(self, things: _Things) -> Names:
         """Return the same names, as the same object, where no module has changed since the save before."""
@@ -308,6 +315,7 @@ class Restoring:
     ) -> None:
         self.tracked = things.names() | {rng.NAME}
         """Names of everything tracked, dropped or not."""
+        tracked = things.optimizers_by_name()
         things = things.without(dropped)
         self._modules, self._names, self._hooks, self._reshard = things.modules, names, hooks, reshard
         others: list[_Other] = [*things.others, *([generators] if rng.NAME not in dropped else [])]
@@ -325,6 +333,8 @@ class Restoring:
         for other in self._others:
             other.prepare(stored, self.targets)
         self._check_hooks(stored)
+        with_state = {each.name for each in self._optimizers if stored.names_below(f"{each.name}/state")}
+        check_restored({name: each for name, each in tracked.items() if name in with_state}, tracked)
 
     def _check_hooks(self, stored: Stored) -> None:
         """Refuse what only a hook can decide and has none, before anything is asked for."""
