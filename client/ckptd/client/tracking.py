@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import rng
@@ -402,9 +402,10 @@ class Restoring:
         self.targets.settle()
         for module in self._modules:
             module.load(self._values.get(module.name))
+        written: dict[object, Tensor] = {}
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
-                optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names)
+                optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names, written)
         for other in self._others:
             if other.name in self._values:
                 other.load(self._values[other.name])
