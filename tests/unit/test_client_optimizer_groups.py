@@ -78,7 +78,7 @@ def test_names_of_parameters_follow_them_into_another_order(make: Make, is_named
     """Torch keeps them by position; they go on to belong to the same parameters, and to what torch saves."""
     net = nn.Linear(2, 2)
     pairs = [(f"given {name}", parameter) for name, parameter in net.named_parameters()]
-    optimizer = optim.SGD(pairs, lr=0.1)  # type: ignore[arg-type] # torch 2.6 takes them
+    optimizer = optim.SGD(pairs, lr=0.1)
     checkpointer = make()
     checkpointer.save(1, {"net": net, "optimizer": optimizer}).wait()
     turned: Any = pairs[::-1]
