@@ -15,7 +15,7 @@ from fixtures.client_agent import Make, fake_agent, make
 from fixtures.fake_agent import FakeAgent
 from torch import nn
 
-from ckptd.client import Checkpointer, InvalidRequest, Unavailable
+from ckptd.client import Checkpointer, CkptdError, InvalidRequest, Unavailable
 from ckptd.client.link import Link
 from ckptd.protos import error_pb2
 from ckptd.protos.error_pb2 import Error
@@ -159,6 +159,26 @@ def test_a_begin_that_nobody_answered_is_over_for_all_ranks(make: Make, fake_age
     with pytest.raises(Unavailable):
         checkpointer.save(2).wait()
     assert [told.step for told in fake_agent.failed] == [1]  # told to all already
+
+
+def test_an_answer_about_the_step_before_is_none(make: Make, fake_agent: FakeAgent) -> None:
+    """A rank that was interrupted goes on to its next save while others still ask for the step that it failed."""
+
+    class Begun(list[Any]):
+        def append(self, request: Any) -> None:
+            super().append(request)
+            if len(self) == 3:
+                fake_agent.begin_with = None
+
+    fake_agent.begun = Begun()
+    fake_agent.begin_with = Error(reason=error_pb2.REASON_RANK_FAILED, message="rank 0 was interrupted", step=1)
+    checkpointer = make()
+    checkpointer.save(2).wait()
+    assert [request.step for request in fake_agent.begun] == [2, 2, 2]
+    fake_agent.begin_with = Error(reason=error_pb2.REASON_RANK_FAILED, message="rank 1 was interrupted", step=3)
+    with pytest.raises(CkptdError, match="rank 1 was interrupted"):
+        checkpointer.save(3).wait()
+    assert len(fake_agent.begun) == 4
 
 
 @pytest.mark.parametrize("when", ["prepared", "wanted", "decoded"])

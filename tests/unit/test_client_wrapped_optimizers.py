@@ -296,6 +296,7 @@ def test_what_an_optimizer_keeps_beside_its_state_is_found() -> None:
             self.views = [parameter.detach().view(-1) for parameter in self.param_groups[0]["params"]]
             self.scaler = torch.amp.GradScaler(enabled=False)
             self.cached = torch.empty(0)
+            self._overflow_buffer = torch.zeros(1, dtype=torch.int32)
 
     class More(optim.SGD):
         def state_dict(self) -> dict[str, Any]:

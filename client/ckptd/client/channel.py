@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -224,6 +224,19 @@ def _probe(hello: HelloReply) -> bool:
     return False
 
 
+_Answers: TypeAlias = "queue.SimpleQueue[tuple[Any, BaseException | None]]"
+_left: list[_Answers] = []
+"""Of calls whose answer nobody waits for any more: an interrupt ended the wait."""
+
+
+def settle(timeout_s: float = 1.0) -> None:
+    """Wait for calls that were left to end, when their channels are closed: none may come back as the interpreter ends."""
+    for answers in _left:
+        with contextlib.suppress(queue.Empty):
+            answers.get(timeout=timeout_s)
+    _left.clear()
+
+
 def aside(call: Callable[[], Any]) -> Any:
     """Call in another thread and wait, where a signal's handler may raise meanwhile: in the main thread.
 
@@ -231,7 +244,7 @@ def aside(call: Callable[[], Any]) -> Any:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
-    answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+    answers: _Answers = queue.SimpleQueue()
 
     def run() -> None:
         try:
@@ -241,7 +254,11 @@ def aside(call: Callable[[], Any]) -> Any:
 
     # No threading.Thread: that waits for its start on a lock of Python's, of which the same is true.
     _thread.start_new_thread(run, ())
-    reply, failure = answers.get()
+    try:
+        reply, failure = answers.get()
+    except BaseException:
+        _left[:] = [*(one for one in _left if one.empty()), answers]
+        raise
     if failure is not None:
         raise failure
     return reply

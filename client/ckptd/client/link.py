@@ -30,7 +30,7 @@ from ckptd.protos.agent_pb2 import (
 from ckptd.protos.failpoints import failpoint
 
 from . import embedded
-from .channel import AgentChannel, aside, connect, error_of, is_lost, was_answered
+from .channel import AgentChannel, aside, connect, error_of, is_lost, settle, was_answered
 from .config import Config
 from .errors import CkptdError, InvalidRequest, Unavailable, from_wire
 from .handles import Ledger
@@ -382,6 +382,7 @@ def close_all() -> None:
     """
     for link in list(_links):
         link.close(detach=False)
+    settle()
 
 
 def _after_fork_in_child() -> None:

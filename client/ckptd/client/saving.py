@@ -294,6 +294,11 @@ class Saver:
                 if time.monotonic() >= deadline:
                     raise
                 continue
+            except CkptdError as error:
+                # All that ask are answered together: ranks that have yet to hear that the step before is over ask for that one.
+                if error.step in {None, step} or time.monotonic() >= deadline:
+                    raise
+                continue
             return attachment, reply
 
     def _prefers_segmented(self, capture: Capture) -> bool:

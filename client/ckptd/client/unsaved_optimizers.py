@@ -61,7 +61,8 @@ def unsaved_in_optimizer(name: str, optimizer: Optimizer, tracked: set[int]) -> 
     shown = [*optimizer.state, *tensors_in([groups, [*optimizer.state.values()], defaults])]
     memory = {_memory(tensor) for tensor in shown if isinstance(tensor, torch.Tensor)}
     for path, value in attributes(optimizer):
-        if any(tensor.numel() and _memory(tensor) not in memory for tensor in tensors_in(value)):
+        scratch = int(path.startswith("._"))  # flags of fused kernels have one element, and nothing is read from them
+        if any(tensor.numel() > scratch and _memory(tensor) not in memory for tensor in tensors_in(value)):
             yield "unsaved_tensor", f"{name}{path}"
         elif (
             isinstance(value, Stateful)
