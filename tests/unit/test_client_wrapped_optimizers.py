@@ -285,6 +285,24 @@ def test_wrappers_that_show_the_state_of_the_one_in_them_go_on_working(
     assert train(other, again) == expected
 
 
+def test_state_is_not_put_where_it_is_lost_at_once(make: Make) -> None:
+    """A fresh chain shows a dict made anew: what would be restored into it is refused before anything is touched."""
+    model = net()
+    parts = [optim.Adam([model.weight], lr=0.1), optim.SGD([model.bias], lr=0.1, momentum=0.9)]
+    chain = Chain([*parts])
+    train(model, chain)
+    checkpointer = make()
+    checkpointer.save(1, {"model": model, "optimizer": chain}).wait()
+    with torch.no_grad():
+        model.weight.zero_()
+    for part in parts:
+        part.state.clear()
+    with pytest.raises(InvalidRequest, match=r"its \.state is made anew each time") as caught:
+        checkpointer.restore_into({"model": model, "optimizer": chain})
+    assert "track the optimizers in it" in caught.value.hint
+    assert not model.weight.any()
+
+
 def test_what_an_optimizer_keeps_beside_its_state_is_found() -> None:
     """Tensors and objects in its attributes, what its own state_dict() adds, and what a hook adds to torch's."""
     model = net()

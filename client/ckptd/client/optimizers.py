@@ -31,6 +31,7 @@ from .targets import Targets
 from .tree import component, split, text_key
 from .unchanged import have_memory, is_plain, looks_of, same_looks
 from .values import encode
+from .wrapped_optimizers import check_keeps
 
 
 class TrackedOptimizer:
@@ -190,6 +191,7 @@ class TrackedOptimizer:
             if found is None:
                 continue  # reported as "only in the snapshot"
             parameter, scope = found
+            check_keeps(self.name, self._optimizer, parameter)
             live = live_at(parts, parameter)
             if is_tensor_leaf(live) and targets.fits(name, live, scope=scope):
                 targets.fill(name, live, scope=scope)

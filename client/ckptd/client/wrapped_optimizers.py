@@ -161,6 +161,24 @@ def check_restored(restored: Mapping[str, Optimizer], tracked: Mapping[str, Opti
             log.warning("%s: %s%s in it is not tracked: it keeps the state it has here", name, name, path)
 
 
+def check_keeps(name: str, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Refuse to make state for a parameter in a `.state` that is put together anew whenever it is asked for.
+
+    State that stands there already is the inner optimizers' own, and can be filled.
+
+    Raises:
+        InvalidRequest: what would be put there is lost at once.
+    """
+    state, again = optimizer.state, optimizer.state
+    if state is not again and parameter not in state:
+        raise InvalidRequest(
+            f"{name}: its .state is made anew each time, so that stored state cannot be put there",
+            hint="track the optimizers in it instead of it, when saving and when restoring; or make its state before the restore",
+            key=name,
+            phase="restore",
+        )
+
+
 def _refusal(name: str, path: str, inner: object, text: str) -> InvalidRequest:
     way = (
         f"track it too, under a name of its own: track({name}=optimizer, {name}_inner=optimizer{path})"
