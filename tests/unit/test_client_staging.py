@@ -147,6 +147,27 @@ def test_a_slot_that_was_made_anew_is_mapped_anew(tmp_path: Path) -> None:
         assert data[4128:4132] == b"tail"
 
 
+def test_a_slot_that_was_replaced_under_another_name_is_let_go(tmp_path: Path) -> None:
+    """The agent unlinks it: mapped, it would take its room in shared memory until the end. Those still there stay mapped."""
+    maps = SlotMaps()
+    kept = tmp_path / "kept"
+    kept.write_bytes(bytes(4096))
+    first = maps.slot(str(kept))
+    for number in range(3):
+        path = tmp_path / f"slot{number}"
+        path.write_bytes(bytes(8192))
+        maps.slot(str(path))
+        path.unlink()
+    last = tmp_path / "last"
+    last.write_bytes(bytes(8192))
+    maps.slot(str(last))
+    mapped = [
+        line.split(maxsplit=5)[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line
+    ]
+    assert sorted(mapped) == [str(kept), str(last)]
+    assert maps.slot(str(kept)) is first
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(

@@ -140,6 +140,23 @@ def test_what_changed_between_saves_is_seen(change: Callable[[Job], object]) -> 
         assert_same(job.tracking.collect(None), job.tracked().collect(None))
 
 
+@pytest.mark.parametrize("view", [torch.conj, torch._neg_view], ids=["conjugated", "negated"])
+def test_a_tie_that_became_a_conjugate_or_negated_view_is_none_any_more(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """It has the address, the strides and the dtype of before, and other values."""
+    net = nn.ParameterDict({name: nn.Parameter(torch.ones(2, dtype=torch.complex64)) for name in ("a", "b")})
+    net["b"].data = net["a"].data
+    tracking, fresh = Tracking(), Tracking()
+    tracking.add("model", net)
+    fresh.add("model", net)
+    assert len(tracking.collect(None).layout.aliases.alias) == 1
+    net["b"].data = view(net["a"].data)
+    found = tracking.collect(None)
+    assert not found.layout.aliases.alias
+    assert_same(found, fresh.collect(None))
+
+
 REFUSED: dict[str, Callable[[Job], object]] = {
     "sparse state": lambda job: job.moments.update(exp_avg=torch.zeros(3, 3).to_sparse()),
     "meta state": lambda job: job.moments.update(exp_avg=torch.zeros(3, 3, device="meta")),

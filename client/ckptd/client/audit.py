@@ -26,6 +26,7 @@ from .reachable import reachable
 from .sharding import PerRank
 from .tree import component
 from .unsaved_generators import unsaved_generators
+from .unsaved_optimizers import unsaved_in_optimizer, untracked_optimizers
 
 log = logging.getLogger("ckptd.client")
 
@@ -35,14 +36,15 @@ _SHOWN = 5
 """Names a message shows of each kind; the counts are complete."""
 
 _SAYS: Mapping[str, str] = {
-    "unsaved_tensor": "tensors in attributes of modules that are no parameters or buffers",
+    "unsaved_tensor": "tensors in attributes of modules and optimizers that are no parameters, buffers or state",
     "unsaved_module": "modules that a tracked module holds without registering them",
-    "unsaved_object": "objects with state that a tracked module holds",
+    "unsaved_object": "objects with state that a tracked module or optimizer holds",
     "non_persistent_buffer": "buffers that are not persistent",
     "unowned_parameter": "trained parameters that no tracked optimizer owns",
     "untracked_parameter": "parameters of a tracked optimizer that are in no tracked module",
     "untracked_generator": "random number generators that are not tracked",
     "untracked_optimizer": "tracked things bound to an optimizer that is not tracked",
+    "own_state_dict": "tracked optimizers whose state_dict() gives more than .state and .param_groups, all that is saved",
     "per_rank_statistics": "running statistics that each rank may have of its own",
 }
 """Every kind of finding, and what it says of the names."""
@@ -56,6 +58,7 @@ _HINTS: Mapping[str, str] = {
     "untracked_parameter": "track the module it is in: now it is not saved, and its state only by its place",
     "untracked_generator": "track(name=generator), or save its state in the state_dict() of what holds it",
     "untracked_optimizer": "track the optimizer too",
+    "own_state_dict": "track an object with state_dict() and load_state_dict() that takes care of the rest",
     "per_rank_statistics": 'use SyncBatchNorm, or say per_rank=["<name>/*.running_*", "<name>/*.num_batches_tracked"]',
 }
 
@@ -133,10 +136,15 @@ def audit(things: Mapping[str, object], *, scope_of: ScopeOf, world: int) -> Aud
         for name, thing in bare.items()
         for path in unsaved_generators(name, thing, tracked)
     )
-    for name, thing in bare.items():
-        bound = getattr(thing, "__dict__", {}).get("optimizer")
-        if isinstance(bound, Optimizer) and id(bound) not in tracked:
-            found.append(("untracked_optimizer", f"{name}.optimizer"))
+    parameters = (
+        (_full(name, root, path), parameter)
+        for name, held in modules.items()
+        for root in held
+        for path, parameter in root.named_parameters()
+    )
+    found += (("untracked_optimizer", path) for path in untracked_optimizers(bare, parameters))
+    for name, optimizer in optimizers.items():
+        found += unsaved_in_optimizer(name, optimizer, tracked)
     order = {kind: position for position, kind in enumerate(_SAYS)}
     found = sorted(dict.fromkeys(found), key=lambda pair: order[pair[0]])
     return Audit(

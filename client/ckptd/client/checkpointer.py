@@ -7,6 +7,7 @@ after `close` nothing of it is left in this process but what the script was give
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import threading
 import weakref
@@ -350,11 +351,10 @@ class Checkpointer:
         _open.discard(self)
         if self._link.is_parents:
             return
-        self._link.close(detach=detach)
-        self._ledger.report()
-        self._saver.close()
-        self._copier.close()
-        self._journal.close()
+        with contextlib.ExitStack() as rest:  # of which all is done, whatever interrupts what is before it
+            for end in (self._journal.close, self._copier.close, self._saver.close, self._ledger.report):
+                rest.callback(end)
+            self._link.close(detach=detach)
 
     def __enter__(self) -> Self:
         return self

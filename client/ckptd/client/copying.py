@@ -2,6 +2,8 @@
 
 Owns: batching small tensors, cutting large ones, and the threads that share them, also with other reading of the same
 memory. Does not own: what is copied where. Invariant: on return every target holds its source's value; sources are only read.
+What is on a device is copied by the caller's thread alone: in others its default stream is current, which waits for none of the
+caller's.
 """
 
 from __future__ import annotations
@@ -90,7 +92,10 @@ class Copier:
         self._pool: ThreadPoolExecutor | None = None
 
     def copy(self, targets: Sequence[torch.Tensor] | Destinations, sources: Sequence[torch.Tensor]) -> None:
-        """Copy each source into its target of the same shape and dtype, on whatever device either is."""
+        """Copy each source into its target of the same shape and dtype, on whatever device either is.
+
+        What is on a device is copied on the caller's current stream.
+        """
         if not isinstance(targets, Destinations):
             targets = Destinations(targets)
         if len(sources) != targets.rows:
@@ -99,11 +104,9 @@ class Copier:
         threaded = targets.large_bytes >= _THREADED and self._threads > 1 and torch.get_num_threads() == 1
         with torch.no_grad():
             large = [pair for row, into, size in targets.single for pair in _pieces(into, copyable(sources[row]), size)]
-            if threaded:
-                pending = [self._executor().submit(_copy, pair) for pair in large]
-            else:
-                pending = []
-                for pair in large:
+            pending = [self._executor().submit(_copy, pair) for pair in large if _is_on_host(pair)] if threaded else []
+            for pair in large:
+                if not threaded or not _is_on_host(pair):
                     _copy(pair)
             if targets.small:
                 torch._foreach_copy_(targets.small, targets.small_sources(sources))
@@ -138,6 +141,10 @@ def _pieces(target: torch.Tensor, source: torch.Tensor, size: int) -> list[Pair]
         return [(target, source)]
     step = _PIECE // target.element_size()
     return list(zip(torch.split(target.view(-1), step), torch.split(source.view(-1), step), strict=True))
+
+
+def _is_on_host(pair: Pair) -> bool:
+    return pair[0].device.type == pair[1].device.type == "cpu"
 
 
 def _copy(pair: Pair) -> None:

@@ -31,7 +31,9 @@ class _AsStateful:
         self._name, self._generator = name, generator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": kind_of(self._generator), "state": state_of(self._generator)}
+        seed = seed_of(self._generator)
+        found = {"kind": kind_of(self._generator), "state": state_of(self._generator)}
+        return found if seed is None else {**found, "seed": seed}
 
     def load_state_dict(self, stored: Any) -> None:
         here = kind_of(self._generator)
@@ -45,6 +47,8 @@ class _AsStateful:
             )
         try:
             _apply(self._generator, stored["state"])
+            if isinstance(self._generator, np.random.Generator) and "seed" in stored:  # not in steps of before
+                _seed(self._name, self._generator, stored["seed"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise InvalidRequest(f"{self._name}: the stored state does not fit: {error}", key=self._name) from error
 
@@ -65,6 +69,70 @@ def state_of(generator: Generator) -> Any:
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate()
+
+
+def seed_of(generator: Generator) -> dict[str, Any] | None:
+    """Return what decides about the generators that `spawn` of this one gives; None where it cannot be told, or has no such."""
+    if not isinstance(generator, np.random.Generator):
+        return None
+    seed = _sequence_of(generator)
+    entropy = _plain(seed.entropy) if isinstance(seed, np.random.SeedSequence) else None
+    if entropy is None:
+        return None
+    return {
+        "entropy": entropy,
+        "spawn_key": tuple(int(part) for part in seed.spawn_key),
+        "pool_size": int(seed.pool_size),
+        "spawned": int(seed.n_children_spawned),
+    }
+
+
+def _sequence_of(generator: np.random.Generator) -> Any:
+    return getattr(generator.bit_generator, "seed_seq", None)
+
+
+def _plain(entropy: Any) -> int | list[Any] | None:
+    if isinstance(entropy, int | np.integer):
+        return int(entropy)
+    if isinstance(entropy, list | tuple | np.ndarray):
+        parts = [_plain(part) for part in entropy]
+        return None if None in parts else parts
+    return None
+
+
+def _seed(name: str, generator: np.random.Generator, stored: Any) -> None:
+    """Make `spawn` go on where it was: with the sequence that is here where that can be, else with one like the stored.
+
+    Raises:
+        InvalidRequest: this numpy cannot be given another one.
+    """
+    here = seed_of(generator)
+    if here is not None and {**here, "spawned": 0} == {**stored, "spawned": 0}:
+        more = stored["spawned"] - here["spawned"]
+        if 0 <= more <= _SPAWNED_AT_ONCE:
+            _sequence_of(generator).spawn(more)  # others may hold it, too
+            return
+    elif not stored["spawned"] and np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        return  # as far as is known nothing was ever spawned, and nothing need be
+    sequence = np.random.SeedSequence(
+        stored["entropy"],
+        spawn_key=stored["spawn_key"],
+        pool_size=stored["pool_size"],
+        n_children_spawned=stored["spawned"],
+    )
+    bits = generator.bit_generator
+    if np.lib.NumpyVersion(np.__version__) < "2.0.0":
+        raise InvalidRequest(
+            f"{name}: the generator that was saved had another seed, or had spawned fewer than this one ({stored['spawned']})",
+            hint="make it from the same seed as the run that saved, and restore before spawning; or use numpy 2",
+            key=name,
+            phase="restore",
+        )
+    # What unpickling calls: the only way to give a generator that others hold another sequence.
+    bits.__setstate__((bits.state, sequence))  # type: ignore[attr-defined] # not in numpy's stubs
+
+
+_SPAWNED_AT_ONCE = 10_000
 
 
 def _apply(generator: Generator, state: Any) -> None:

@@ -30,7 +30,7 @@ from ckptd.protos.agent_pb2 import (
 from ckptd.protos.failpoints import failpoint
 
 from . import embedded
-from .channel import AgentChannel, connect, error_of, is_lost, was_answered
+from .channel import AgentChannel, aside, connect, error_of, is_lost, settle, was_answered
 from .config import Config
 from .errors import CkptdError, InvalidRequest, Unavailable, from_wire
 from .handles import Ledger
@@ -103,15 +103,15 @@ class Link:
         try:
             channel = connect(self._config, deadline=deadline)
             self._meet(channel)
-        except CkptdError as error:
+        except BaseException as failure:  # an interrupt, too: the others wait for rank 0
             if self._topology.rank == 0 and self._generation < 0:
-                self.exchange.refuse(error, generation=0)
+                self.exchange.refuse(_told(failure), generation=0)
             raise
-        self._thread = threading.Thread(target=self._read_events, args=(channel,), name="ckptd-events", daemon=True)
-        self._thread.start()
         try:
+            self._thread = threading.Thread(target=self._read_events, args=(channel,), name="ckptd-events", daemon=True)
+            self._thread.start()
             self.attached(deadline=time.monotonic() + _ATTACHED_S)
-        except CkptdError:
+        except BaseException:  # an interrupt, too: a session that nobody holds would count as a rank that is there
             self.close(detach=False)
             raise
 
@@ -173,6 +173,8 @@ class Link:
                     self._meet(current)
                 failpoint("client.before_Attach")
                 self._stream = current.stub.Attach(self._attach_request(current))
+                if self._closing:  # meanwhile: who closes may not have seen the stream
+                    self._stream.cancel()
                 for event in self._stream:
                     pause = _RECONNECT_S[0]
                     self._on_event(event, current)
@@ -286,7 +288,7 @@ class Link:
         self.check()
         failpoint("client.before_", method)
         try:
-            reply = getattr(attachment.channel.stub, method)(request, timeout=timeout_s)
+            reply = aside(lambda: getattr(attachment.channel.stub, method)(request, timeout=timeout_s))
         except grpc.RpcError as failure:
             raise self._failure(failure, attachment, method, phase) from failure
         except ValueError as closed:  # grpc: "Cannot invoke RPC on closed channel!"
@@ -339,15 +341,18 @@ class Link:
             # Before Detach: the stream ends with it, and must not be opened again.
             self._closing = True
             self._changed.notify_all()
-        if detach and attachment is not None and self._fatal is None:
-            failpoint("client.before_Detach")
-            with contextlib.suppress(grpc.RpcError, ValueError):  # the agent is gone, and so is the session
-                attachment.channel.stub.Detach(DetachRequest(session=attachment.session), timeout=timeout_s)
-            failpoint("client.after_Detach")
-        if self._stream is not None:
-            self._stream.cancel()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout_s)
+        try:
+            if detach and attachment is not None and self._fatal is None:
+                failpoint("client.before_Detach")
+                with contextlib.suppress(grpc.RpcError, ValueError):  # the agent is gone, and so is the session
+                    attachment.channel.stub.Detach(DetachRequest(session=attachment.session), timeout=timeout_s)
+                failpoint("client.after_Detach")
+        finally:
+            # After an interrupt, too: else the agent would have a rank that is there and never comes.
+            if self._stream is not None:
+                self._stream.cancel()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(timeout_s)
 
     def _leave_to_parent(self) -> None:
         """Forget everything in a forked child, without ending anything: it is the parent's."""
@@ -355,6 +360,12 @@ class Link:
         self._attachment, self._stream, self._thread = None, None, None
         # The lock may have been held by a thread that does not exist here.
         self._changed = threading.Condition()
+
+
+def _told(failure: BaseException) -> CkptdError:
+    return (
+        failure if isinstance(failure, CkptdError) else Unavailable(f"rank 0 was interrupted: {type(failure).__name__}")
+    )
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
@@ -371,6 +382,7 @@ def close_all() -> None:
     """
     for link in list(_links):
         link.close(detach=False)
+    settle()
 
 
 def _after_fork_in_child() -> None:

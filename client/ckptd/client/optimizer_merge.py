@@ -15,9 +15,12 @@ from ckptd.protos import error_pb2
 
 from .alike import bits
 from .errors import InvalidRequest
+from .optimizer_state import on_host
 from .resharding import Absent
 
 _SHOWN = 3
+GIVEN_NAMES = "param_names"
+"""Where torch keeps the names of `Optimizer(model.named_parameters())`, in the order of "params"."""
 
 
 def merged(name: str, values: Sequence[Mapping[str, Any]], here: Sequence[AbstractSet[str]]) -> dict[str, Any]:
@@ -41,14 +44,29 @@ def merged(name: str, values: Sequence[Mapping[str, Any]], here: Sequence[Abstra
             key=f"{name}/param_groups",
             hint="build the optimizer with the same param_groups as the run that saved",
         )
-    return {
+    host = sorted({key for value in values for key in value["host"]})
+    whole = {
         "param_groups": [_group(name, number, params, values, len(here)) for number, params in enumerate(here)],
         "state": _state(name, values, set().union(*here)),
         # A shard without elements there may have some here: all state tensors are asked for by name.
         "empty": {},
-        "host": sorted({key for value in values for key in value["host"]}),
+        "host": host,
         "local": sorted({key for value in values for key in value["local"]}),
     }
+    device = _on_device(host, values, set().union(*here)) if host else {}
+    return {**whole, "device": device} if device else whole
+
+
+def _on_device(
+    host: Sequence[str], values: Sequence[Mapping[str, Any]], here: AbstractSet[str]
+) -> dict[str, list[str]]:
+    """Return the keys that no rank which had the parameter kept on the host, where others did of theirs."""
+    kept: dict[str, set[str]] = {parameter: set() for parameter in here}
+    for value in values:
+        for group in value["param_groups"]:
+            for parameter in here & set(group["params"]):
+                kept[parameter] |= {key for key in host if on_host(value, parameter, key)}
+    return {parameter: left for parameter, keys in sorted(kept.items()) if (left := sorted(set(host) - keys))}
 
 
 def _group(
@@ -62,11 +80,23 @@ def _group(
         if len({bits(_hyperparameters(group)) for group in found}) != 1:
             return {"params": []}
     _check_equal(f"{name}/param_groups/{number}", [_hyperparameters(group) for group in found])
-    return {"params": sorted(params), **_hyperparameters(found[0])}
+    made: dict[str, Any] = {"params": sorted(params), **_hyperparameters(found[0])}
+    given = {parameter: one for group in found for parameter, one in given_names(group).items()}
+    if params and params <= given.keys():
+        made[GIVEN_NAMES] = [given[parameter] for parameter in made["params"]]
+    return made
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+    return {key: value for key, value in group.items() if key not in {"params", GIVEN_NAMES}}
+
+
+def given_names(group: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names that the script gave the parameters of a stored group, by the canonical ones; those go by position."""
+    names = group.get(GIVEN_NAMES)
+    if not isinstance(names, list | tuple) or len(names) != len(group["params"]):
+        return {}
+    return dict(zip(group["params"], names, strict=True))
 
 
 def _state(name: str, values: Sequence[Mapping[str, Any]], here: AbstractSet[str]) -> dict[str, dict[Any, Any]]:

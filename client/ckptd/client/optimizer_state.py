@@ -7,7 +7,8 @@ A tensor that stands directly under a parameter's state is a shard and nothing m
 Everything else is in the object `<name>`: {"param_groups": hyperparameters with parameter names, "state": {parameter: {key:
 value}} for what is no tensor, "empty": {parameter: {key: dtype}} for shards without elements here, which have no row
 ((dtype, global shape) where that is not the parameter's), "host": keys whose tensors stay on the host beside a parameter
-on a device, "local": keys that hold plain local tensors beside a DTensor}.
+on a device, "device": {parameter: keys of "host" whose tensors do not, of this parameter} where there are any, "local": keys that
+hold plain local tensors beside a DTensor}.
 """
 
 from __future__ import annotations
@@ -67,14 +68,18 @@ class HeldState:
     state: dict[str, dict[Any, Value]] = field(default_factory=dict)
     empty: dict[str, dict[str, torch.dtype | tuple[torch.dtype, torch.Size]]] = field(default_factory=dict)
     host: set[str] = field(default_factory=set)
+    device: dict[str, set[str]] = field(default_factory=dict)
     local: set[str] = field(default_factory=set)
 
     def add(  # noqa: PLR0917 - one state tensor with everything around it
         self, name: str, key: str, pieces: Pieces, value: object, parameter: torch.Tensor, scope: int
     ) -> tuple[Pieces, int]:
         """Take note of a state tensor and return how it is stored."""
-        if pieces.local.device.type == "cpu" and parameter.device.type != "cpu":
-            self.host.add(key)
+        if parameter.device.type != "cpu":
+            if pieces.local.device.type == "cpu":
+                self.host.add(key)
+            else:
+                self.device.setdefault(name, set()).add(key)
         if scope == SCOPE_GLOBAL and isinstance(parameter, DTensor) and type(value) is torch.Tensor and value.ndim:
             # A plain tensor beside a sharded parameter: its shard if it has the local shape, else the rank's own.
             of_parameter = pieces_of(parameter, name)
@@ -90,7 +95,15 @@ class HeldState:
 
     def as_value(self) -> dict[str, object]:
         """Return it as a value that can be stored."""
-        return {"state": self.state, "empty": self.empty, "host": sorted(self.host), "local": sorted(self.local)}
+        whole = {"state": self.state, "empty": self.empty, "host": sorted(self.host), "local": sorted(self.local)}
+        # Groups may differ: one that is fused or capturable keeps its step counters on the device, any other on the host.
+        mixed = {name: sorted(keys & self.host) for name, keys in self.device.items() if keys & self.host}
+        return {**whole, "device": mixed} if mixed else whole
+
+
+def on_host(value: Mapping[str, Any], parameter: str, key: str) -> bool:
+    """Say whether a state tensor stays on the host, by the stored object."""
+    return key in value["host"] and key not in value.get("device", {}).get(parameter, ())
 
 
 def empty_shard(live: object, parameter: torch.Tensor, key: str, look: Any) -> object:

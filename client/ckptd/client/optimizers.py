@@ -22,14 +22,16 @@ from . import optimizer_merge
 from .copying import writing
 from .errors import InvalidRequest
 from .modules import ParameterName
-from .optimizer_state import HeldState, Names, Seen, check_empty, device_of, empty_shard, looks_alike, placed
+from .optimizer_state import HeldState, Names, Seen, check_empty, device_of, empty_shard, looks_alike, on_host, placed
 from .sharding import is_tensor_leaf, pieces_of
+from .staging import plain_bytes
 from .state import FROZEN, TRAINED, Collector
 from .stored import Stored
 from .targets import Targets
 from .tree import component, split, text_key
 from .unchanged import have_memory, is_plain, looks_of, same_looks
 from .values import encode
+from .wrapped_optimizers import check_keeps
 
 
 class TrackedOptimizer:
@@ -37,7 +39,7 @@ class TrackedOptimizer:
 
     def __init__(self, name: str, optimizer: Optimizer, *, per_rank: bool = False) -> None:
         self.name = name
-        self._optimizer = optimizer
+        self._optimizer = self.optimizer = optimizer
         self._per_rank = per_rank
         self._group_names: dict[tuple[str, ...], Value] = {}
         self._seen: Seen | None = None
@@ -189,6 +191,7 @@ class TrackedOptimizer:
             if found is None:
                 continue  # reported as "only in the snapshot"
             parameter, scope = found
+            check_keeps(self.name, self._optimizer, parameter)
             live = live_at(parts, parameter)
             if is_tensor_leaf(live) and targets.fits(name, live, scope=scope):
                 targets.fill(name, live, scope=scope)
@@ -247,10 +250,22 @@ class TrackedOptimizer:
     def _live(self, parameter: torch.Tensor, key: str) -> object:
         return self._optimizer.state.get(parameter, {}).get(key)
 
-    def load(self, value: Any, tensors: Mapping[str, object], names: Names) -> None:
+    def load(
+        self,
+        value: Any,
+        tensors: Mapping[str, object],
+        names: Names,
+        written: dict[object, torch.Tensor] | None = None,
+    ) -> None:
         """Put state and hyperparameters in place; state that was not saved goes away.
 
         Keys of tensors stand in the order in which they were collected, what is no tensor after them.
+
+        Args:
+            value: The decoded object.
+            tensors: Restored tensors by name.
+            names: Of parameters.
+            written: Hyperparameters that were filled in place in this restore, of other optimizers too; more are added.
         """
         prefix = f"{self.name}/state"
         depth = len(split(prefix))
@@ -260,14 +275,16 @@ class TrackedOptimizer:
                 parameter_name, key = map(text_key, parts)
                 if parameter_name is not None and key is not None:  # other keys are in the object
                     direct.setdefault(parameter_name, {})[key] = tensor
-        host, local = set(value["host"]), set(value["local"])
-        for _, parameter, name, _ in self._parameters(names):
+        local = set(value["local"])
+        called: list[list[str]] = [[] for _ in self._optimizer.param_groups]
+        for number, parameter, name, _ in self._parameters(names):
+            called[number].append(name)
             held = direct.get(name, {})
             with torch.no_grad():
                 for key, look in value["empty"].get(name, {}).items():
                     held.setdefault(key, empty_shard(self._live(parameter, key), parameter, key, look))
             state: dict[Any, Any] = {
-                key: placed(tensor, parameter, on_host=key in host, is_local=key in local)
+                key: placed(tensor, parameter, on_host=on_host(value, name, key), is_local=key in local)
                 for key, tensor in held.items()
             }
             state.update(value["state"].get(name, {}))
@@ -277,18 +294,37 @@ class TrackedOptimizer:
                 entries.update(state)
                 if not state:
                     del self._optimizer.state[parameter]
-        for group, stored in zip(self._optimizer.param_groups, value["param_groups"], strict=True):
+        written = {} if written is None else written
+        for group, stored, params in zip(self._optimizer.param_groups, value["param_groups"], called, strict=True):
+            given = optimizer_merge.given_names(stored)
             for key, found in stored.items():
                 if key == "params":
                     continue
+                if key == optimizer_merge.GIVEN_NAMES and given:
+                    # By position, and parameters may stand in another order here.
+                    group[key] = [given[name] for name in params]
+                    continue
                 live = group.get(key)
-                if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor) and looks_alike(live, found):
-                    with writing(live):
-                        live.copy_(found)
-                elif isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor):
-                    group[key] = found.to(live.device)
+                if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor):
+                    group[key] = _filled(live, found, written)
                 else:
                     group[key] = found
+
+
+def _filled(live: torch.Tensor, found: torch.Tensor, written: dict[object, torch.Tensor]) -> torch.Tensor:
+    """Return the live tensor with the stored value, or one of its own where it cannot have it.
+
+    Groups may share one: it is the value of all only where they were stored with equal ones.
+    """
+    place = (live.device, live.data_ptr())
+    if not looks_alike(live, found):
+        return found.to(live.device)
+    if place in written:
+        return live if plain_bytes(written[place]) == plain_bytes(found) else found.to(live.device)
+    with writing(live):
+        live.copy_(found)
+    written[place] = found
+    return live
 
 
 def _groups(value: Any, name: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,19 @@ class _Asked:
     question: Question
     state: MutableMapping[str, Any] | None
     deadline: float
+
+
+class WantSaid:
+    """What a rank says it wants, and whether all of it was said."""
+
+    def __init__(self, parts: Iterator[WantPart]) -> None:
+        self._parts = parts
+        self.all_of_it = False
+
+    def parts(self) -> Iterator[WantPart]:
+        """Yield it."""
+        yield from self._parts
+        self.all_of_it = True
 
 
 class Restorer:
@@ -141,7 +154,7 @@ class Restorer:
         except CkptdError as error:
             self._refuse(attachment, found.attempt, error)
             raise
-        except Exception as failure:
+        except BaseException as failure:  # of a signal handler, too: the other ranks wait for this one
             text = f"preparing the restore raised {type(failure).__name__}: {failure}"
             self._refuse(attachment, found.attempt, CkptdError(text, rank=self._topology.rank, phase="restore"))
             raise
@@ -164,7 +177,7 @@ class Restorer:
             self._fill([piece for piece in fetched.pieces if not piece.wanted.is_fresh], files)
         except SessionLostError:
             raise  # asked again, and until then this rank is one that was not answered
-        except Exception as failure:
+        except BaseException as failure:  # of a signal handler, too: the other ranks wait for this one
             text = f"rank {self._topology.rank}: {type(failure).__name__}: {failure}"
             told = failure if isinstance(failure, CkptdError) else CkptdError(text, rank=self._topology.rank)
             self._done(attachment, found.attempt, told)
@@ -220,18 +233,29 @@ class Restorer:
     def _want(
         self, attachment: Attachment, attempt: int, targets: Targets, terms: WantTerms, deadline: float
     ) -> Fetched | None:
+        said = WantSaid(want_parts(attachment.session, attempt, targets.wanted, targets.objects, terms))
         parts = self._link.stream(
             attachment,
             "Want",
-            want_parts(attachment.session, attempt, targets.wanted, targets.objects, terms),
+            said.parts(),
             timeout_s=max(0.1, deadline - time.monotonic()) + _ANSWER_SLACK_S,
             phase="restore",
         )
         fetched = Fetched(pieces=[], objects={}, bytes_by_tier={})
-        for part in parts:
-            if part.superseded:
-                return None
-            take_part(part, targets.wanted, targets.objects, fetched)
+        try:
+            for part in parts:
+                if part.superseded:
+                    return None
+                take_part(part, targets.wanted, targets.objects, fetched)
+        except CkptdError:
+            raise
+        except BaseException as failure:
+            stopped = CkptdError(f"rank {self._topology.rank} was interrupted: {failure!r}", phase="restore")
+            if said.all_of_it:  # then it may be that all have been answered: this one will not copy
+                self._done(attachment, attempt, stopped)
+            else:
+                self._refuse(attachment, attempt, stopped)
+            raise
         check_complete(fetched, targets.wanted, targets.objects)
         return fetched
 

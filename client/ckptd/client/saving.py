@@ -48,6 +48,10 @@ _CALL_S = 30.0
 _ANSWER_SLACK_S = 20.0
 """A call's own deadline lies this much behind the agent's, so that the agent's better error arrives first."""
 _KEPT_PLANS = 4
+_DOUBTFUL_S = 5.0
+"""So long an agent that has let a deadline pass is given to hear that the step is over, in seconds."""
+_UNANSWERED = frozenset({error_pb2.REASON_DEADLINE_EXCEEDED, error_pb2.REASON_UNAVAILABLE})
+"""Reasons that may mean that nobody has said what becomes of a step."""
 
 
 class _RaisedInCopyError(Exception):
@@ -97,7 +101,13 @@ class Saver:
         self._link.check()
         self._link.restored = None
         handle = SaveHandle(step, default_timeout_s=self._config.commit_timeout_s)
-        capture = self._capture(step, state, metrics, tags)
+        try:
+            capture = self._capture(step, state, metrics, tags)
+        except CkptdError:
+            raise  # all ranks were told
+        except BaseException:
+            self._interrupted(handle)
+            raise
         try:
             self._stage(handle, capture, timeout_s)
         except (InvalidRequest, Fenced) as error:
@@ -158,31 +168,60 @@ class Saver:
                 untracked=[asdict(one) for one in untracked(sys._getframe(1), things)],  # noqa: SLF001 - documented
             )
 
-    def _fail_step(self, step: int, error: CkptdError) -> None:
+    def _interrupted(self, handle: SaveHandle) -> None:
+        """Tell all ranks that this one will not go on with the step: a signal's handler raised, say.
+
+        The coordinator may let the step begin all the same, and every later one waits until it is decided.
+        """
+        stopped = Aborted(
+            f"rank {self._topology.rank} was interrupted",
+            reason=error_pb2.REASON_RANK_FAILED,
+            step=handle.step,
+            rank=self._topology.rank,
+        )
+        self._ledger.withdraw(handle, stopped)
+        self._fail_step(handle.step, stopped)
+
+    def _fail_step(self, step: int, error: CkptdError, *, limits_s: tuple[float, float] = (_CALL_S, _CALL_S)) -> None:
         """Tell all ranks, best effort: they would else wait for this one until their deadline.
 
-        Idempotent, so a new session is told again: an agent that died may not have passed it on.
+        Idempotent, so a new session is told again: an agent that died may not have passed it on. An interrupt does not keep
+        it from being told, but is not lost either.
+
+        Args:
+            step: It fails on all ranks.
+            error: Why.
+            limits_s: How long a session is waited for, and then an answer, in seconds.
         """
-        deadline = time.monotonic() + _CALL_S
-        while time.monotonic() < deadline:
+        try:
+            self._tell_failed(step, error, limits_s)
+        except BaseException:
+            self._tell_failed(step, error, limits_s)
+            raise
+
+    def _tell_failed(self, step: int, error: CkptdError, limits_s: tuple[float, float]) -> None:
+        deadline = time.monotonic() + limits_s[0]
+        while True:
             try:
                 attachment = self._link.attached(deadline=deadline)
                 request = FailStepRequest(session=attachment.session, step=step, error=error.to_wire())
-                self._link.call(attachment, "FailStep", request, timeout_s=_CALL_S, phase="stage")
+                self._link.call(attachment, "FailStep", request, timeout_s=limits_s[1], phase="stage")
             except SessionLostError:
-                continue
+                if time.monotonic() < deadline:
+                    continue
             except CkptdError:
                 pass
             return
 
     def _stage(self, handle: SaveHandle, capture: Capture, timeout_s: float | None) -> None:
-        attachment, reply = self._begin(handle.step, capture, timeout_s)
-        if not reply.go:
-            self._ledger.skip(handle, Aborted.like(from_wire(reply.skipped)))
-            return
-        handle.timeline = reply.timeline
-        self._ledger.register(handle)
+        reply: BeginReply | None = None
         try:
+            attachment, reply = self._begin(handle.step, capture, timeout_s)
+            if not reply.go:
+                self._ledger.skip(handle, Aborted.like(from_wire(reply.skipped)))
+                return
+            handle.timeline = reply.timeline
+            self._ledger.register(handle)
             plan = self._plan(attachment, reply, capture.layout)
             slot = self._slot(attachment, reply, handle.step)
             failpoint("client.before_copy")
@@ -204,9 +243,16 @@ class Saver:
                 ),
             )
         except CkptdError as error:
-            self._fail_step(handle.step, error)
+            if reply is not None:
+                self._fail_step(handle.step, error)
+            elif error.reason in _UNANSWERED:
+                # It may begin all the same, later. Without a session it cannot: who is gone is missed by all.
+                self._fail_step(handle.step, error, limits_s=(0.0, _DOUBTFUL_S))
             raise
         except Exception as failure:
+            if reply is None:  # nothing was copied: not the state's fault, but an interrupt's
+                self._interrupted(handle)
+                raise
             aborted = Aborted(
                 f"rank {self._topology.rank}: copying the state raised {type(failure).__name__}: {failure}",
                 reason=error_pb2.REASON_RANK_FAILED,
@@ -218,10 +264,8 @@ class Saver:
             self._ledger.withdraw(handle, aborted)
             raise _RaisedInCopyError(aborted) from failure
         except BaseException:
-            # An interrupt, say: the slot is torn, and the other ranks must not wait for it.
-            stopped = Aborted(f"rank {self._topology.rank} was interrupted", step=handle.step, rank=self._topology.rank)
-            self._fail_step(handle.step, stopped)
-            self._ledger.withdraw(handle, stopped)
+            # An interrupt, say: the slot may be torn, and the other ranks must not wait for it.
+            self._interrupted(handle)
             raise
 
     def _begin(self, step: int, capture: Capture, timeout_s: float | None) -> tuple[Attachment, BeginReply]:
@@ -248,6 +292,11 @@ class Saver:
                 )
             except SessionLostError:
                 if time.monotonic() >= deadline:
+                    raise
+                continue
+            except CkptdError as error:
+                # All that ask are answered together: ranks that have yet to hear that the step before is over ask for that one.
+                if error.step in {None, step} or time.monotonic() >= deadline:
                     raise
                 continue
             return attachment, reply

@@ -20,6 +20,8 @@ from .staging import SlotPlan, plain_bytes
 
 MESSAGE_BYTES = 2 << 20
 """Bytes of data in one message; below gRPC's default limit of 4 MiB."""
+_DEVICE_BYTES = 64 << 20
+"""So many bytes of tensors on a device are brought to the host before they are sent, at least."""
 _KEPT_PLANS = 4
 
 
@@ -53,6 +55,14 @@ class SlotMap:
             found = self._targets[key] = Destinations(rows)
         return found
 
+    def is_there(self, path: str) -> bool:
+        """Say whether the file still is the one at its path."""
+        try:
+            found = Path(path).stat()
+        except FileNotFoundError:
+            return False
+        return (found.st_dev, found.st_ino, found.st_size) == self.identity
+
     def write(self, offset: int, data: bytes) -> None:
         """Write bytes at an offset of the file."""
         self._map[offset : offset + len(data)] = data
@@ -70,6 +80,8 @@ class SlotMaps:
         identity = (found.st_dev, found.st_ino, found.st_size)
         known = self._maps.get(path)
         if known is None or known.identity != identity:
+            # What is replaced gets another name, and its file is unlinked: mapped, its memory would stay in use.
+            self._maps = {other: one for other, one in self._maps.items() if other != path and one.is_there(other)}
             known = self._maps[path] = SlotMap(path)
         return known
 
@@ -115,10 +127,26 @@ class StreamedSlot:
         self._step = step
 
     def write_tensors(self, plan: SlotPlan, views: Sequence[torch.Tensor]) -> None:
-        """See `staging.SlotWriter`. Holds one tensor at a time where it is not contiguous on the host."""
-        if plan.written:
-            rows = zip(plan.written, plan.offsets, strict=True)
-            self._send(self._messages((self._reply.data_offset + at, plain_bytes(views[row])) for row, at in rows))
+        """See `staging.SlotWriter`.
+
+        Holds one tensor at a time where it is not contiguous on the host, and so many bytes of those on a device as fill a
+        batch: the messages are made in a thread of gRPC's, where the caller's stream is not current.
+        """
+        rows = [(views[row], self._reply.data_offset + at) for row, at in zip(plan.written, plan.offsets, strict=True)]
+        near = [(view, at) for view, at in rows if view.device.type == "cpu"]
+        if near:
+            self._send(self._messages((at, plain_bytes(view)) for view, at in near))
+        batch: list[tuple[int, memoryview]] = []
+        size = 0
+        for view, at in rows:
+            if view.device.type != "cpu":
+                batch.append((at, plain_bytes(view)))
+                size += len(batch[-1][1])
+                if size >= _DEVICE_BYTES:
+                    self._send(self._messages(iter(batch)))
+                    batch, size = [], 0
+        if batch:
+            self._send(self._messages(iter(batch)))
 
     def write_tail(self, tail: bytes) -> None:
         """See `staging.SlotWriter`."""

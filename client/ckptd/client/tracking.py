@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import rng
@@ -34,6 +34,7 @@ from .state import Collected, Collector, check_text
 from .stored import Stored
 from .targets import ObjectKey, Targets
 from .tree import Grafts, component
+from .wrapped_optimizers import check_collected, check_restored
 
 log = logging.getLogger("ckptd.client")
 
@@ -93,6 +94,10 @@ class _Things:
     def names(self) -> set[str]:
         """Return the names of all."""
         return {thing.name for thing in [*self.modules, *self.optimizers, *self.others]}
+
+    def optimizers_by_name(self) -> dict[str, Optimizer]:
+        """Return the optimizers themselves."""
+        return {optimizer.name: optimizer.optimizer for optimizer in self.optimizers}
 
     def without(self, dropped: AbstractSet[str]) -> _Things:
         """Return these things but for the dropped ones."""
@@ -199,7 +204,9 @@ class Tracking:
         for other in [*things.others, self._rng]:
             with _blamed(other.name):
                 other.collect(collector)
-        return collector.finish()
+        collected = collector.finish()
+        check_collected(things.optimizers_by_name(), collected.views)
+        return collected
 
     def _names_after_collecting(self, things: _Things) -> Names:
         """Return the same names, as the same object, where no module has changed since the save before."""
@@ -318,6 +325,7 @@ class Restoring:
         """Names of everything tracked, dropped or not."""
         kept: list[TrackedModule | _Other] = [*things.modules, *things.others]
         kept = [thing for thing in kept if thing.name in dropped]
+        tracked = things.optimizers_by_name()
         things = things.without(dropped)
         self._modules, self._names, self._hooks, self._reshard = things.modules, names, hooks, reshard
         others: list[_Other] = [*things.others, *([generators] if rng.NAME not in dropped else [])]
@@ -348,6 +356,8 @@ class Restoring:
         for other in self._others:
             other.prepare(stored, self.targets)
         self._check_hooks(stored)
+        with_state = {each.name for each in self._optimizers if stored.names_below(f"{each.name}/state")}
+        check_restored({name: each for name, each in tracked.items() if name in with_state}, tracked)
 
     def _has_hook(self, name: str) -> bool:
         is_elsewhere = self.targets.stored.elsewhere is not None
@@ -472,9 +482,10 @@ class Restoring:
         self.targets.settle()
         for module in self._modules:
             module.load(self._values.get(module.name))
+        written: dict[object, Tensor] = {}
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
-                optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names)
+                optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names, written)
         grafts = Grafts(alike)
         for other in self._others:
             if other.name not in self._values:

@@ -16,8 +16,8 @@ from .sharding import PLAIN_TYPES
 
 Look: TypeAlias = tuple[type, tuple[int, ...], torch.dtype, torch.device]
 """Type, shape, dtype and device of a plain tensor: its rows follow from these and its name."""
-Place: TypeAlias = tuple[int, tuple[int, ...], bool]
-"""Address, strides and requires_grad: ties and groups follow from these."""
+Place: TypeAlias = tuple[int, tuple[int, ...], bool, bool, bool]
+"""Address, strides, whether conjugated and negated, and requires_grad: ties and groups follow from these."""
 
 
 def is_plain(value: object) -> bool:
@@ -32,7 +32,10 @@ def looks_of(tensors: Sequence[torch.Tensor]) -> list[Look]:
 
 def places_of(tensors: Sequence[torch.Tensor]) -> list[Place]:
     """Return where plain tensors lie that were collected."""
-    return [(tensor.data_ptr(), tensor.stride(), tensor.requires_grad) for tensor in tensors]
+    return [
+        (tensor.data_ptr(), tensor.stride(), tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
+        for tensor in tensors
+    ]
 
 
 def same_looks(tensors: Sequence[object], looks: Sequence[Look]) -> bool:
@@ -62,7 +65,13 @@ def have_memory(tensors: Sequence[torch.Tensor]) -> bool:
 
 def same_places(tensors: Sequence[torch.Tensor], places: Sequence[Place]) -> bool:
     """Say whether each tensor, which looks as it did, lies where it did."""
-    for tensor, (address, stride, requires_grad) in zip(tensors, places, strict=True):
-        if tensor.data_ptr() != address or tensor.stride() != stride or tensor.requires_grad is not requires_grad:
+    for tensor, (address, stride, is_conj, is_neg, requires_grad) in zip(tensors, places, strict=True):
+        if (
+            tensor.data_ptr() != address
+            or tensor.stride() != stride
+            or tensor.is_conj() is not is_conj
+            or tensor.is_neg() is not is_neg
+            or tensor.requires_grad is not requires_grad
+        ):
             return False
     return True

@@ -81,7 +81,7 @@ def _read(source: Path, format_name: str, choice: Choice) -> Source:
         return safetensors_files.read(source)
     if format_name == "dcp":
         return dcp_files.read(source, choice.takes)
-    return torch_file.read(source)
+    return torch_file.read(source, choice.takes)
 
 
 def _named(found: Source, choice: Choice, prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

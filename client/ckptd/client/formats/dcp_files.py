@@ -7,6 +7,7 @@ library keeps the tensor; of what is pickled in a checkpoint only the library's 
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import warnings
@@ -194,6 +195,28 @@ def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {name: one for name, one in metadata.state_dict_metadata.items() if isinstance(one, TensorStorageMetadata)}
 
 
+def _not_whole(one: TensorStorageMetadata) -> str:
+    """Return what is wrong with the chunks of a tensor, "" if each element is in one of them."""
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in one.chunks]
+    rank = len(one.size)
+    for offset, length in boxes:
+        if not len(offset) == len(length) == rank:
+            return "a chunk of other dimensions"
+        if any(a < 0 or n < 0 or a + n > size for a, n, size in zip(offset, length, one.size, strict=True)):
+            return f"a chunk outside of it, at {offset}"
+    held = sorted((offset, length) for offset, length in boxes if math.prod(length))
+    # Along the first dimension: only boxes that end behind the begin of the next can share elements with it.
+    open_boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for offset, length in held:
+        open_boxes = [box for box in open_boxes if rank and box[0][0] + box[1][0] > offset[0]]
+        for other, its in open_boxes if rank else held[:-1]:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, length, other, its, strict=True)):
+                return f"elements that two chunks hold, from {offset} on"
+        open_boxes.append((offset, length))
+    missing = math.prod(one.size) - sum(math.prod(length) for _, length in held)
+    return f"{missing} elements that no chunk holds" if missing else ""
+
+
 def _loaded(reader: FileSystemReader, wanted: dict[str, TensorStorageMetadata]) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -223,12 +246,21 @@ def read(source: Path, takes: Callable[[str], bool]) -> Source:
     """Read a checkpoint for an import: the chosen tensors, into memory.
 
     Raises:
-        InvalidRequest: it is none, or its metadata would run code.
+        InvalidRequest: it is none, or its metadata would run code; a chosen tensor is not whole.
     """
     reader = _Reader(source)
     metadata = reader.read_metadata()
     found = _tensors(metadata)
     chosen = {name: one for name, one in found.items() if takes(name)}
+    for name, one in chosen.items():
+        wrong = _not_whole(one)
+        if wrong:
+            raise InvalidRequest(
+                f"{source}: {name} of shape {tuple(one.size)} has {wrong}",
+                hint="the library would leave what happens to be in memory there; export the checkpoint again, or choose others "
+                "with --only",
+                key=name,
+            )
     others = tuple(name for name in metadata.state_dict_metadata if name not in found)
     try:
         tensors = _loaded(reader, chosen) if chosen else {}

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ckptd.client.errors import InvalidRequest
 from ckptd.client.opened_step import OpenStep
+from ckptd.client.sharding import memory_of
 from ckptd.client.staging import plain_bytes
 
 from .mapped_file import MappedFile, put, settle
@@ -158,11 +159,15 @@ def read_back(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def read(source: Path) -> Source:
+def read(source: Path, takes: Callable[[str], bool] = lambda _: True) -> Source:
     """Open a file for an import; the bytes of tensors are mapped. Nested dicts give names joined by "/".
 
+    Args:
+        source: The file, or the folder of one that was exported.
+        takes: Which names are imported.
+
     Raises:
-        InvalidRequest: it is no such file.
+        InvalidRequest: it is no such file, or gives two entries that are imported one name.
     """
     path = source / FILE if source.is_dir() else source
     if not path.is_file():
@@ -171,13 +176,22 @@ def read(source: Path) -> Source:
     ties: dict[str, str] = {}
     others: list[str] = []
     owners: dict[tuple[object, ...], str] = {}
+    seen: set[str] = set()
     for name, value in _leaves(_loaded(path), ""):
+        if name in seen and takes(name):
+            raise InvalidRequest(
+                f"{path}: two entries would be called {name}",
+                hint='keys are joined by "/", and numbers are text: {"a/b": x, "a": {"b": y}} gives one name twice. Write it '
+                "with other keys, or choose other names with --only",
+                key=name,
+            )
+        seen.add(name)
         if not isinstance(value, torch.Tensor):
             others.append(name)
             continue
         tensor = value.detach()
-        same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else (name,)
-        owner = owners.setdefault(same, name)
+        # A conjugate or negated view has its base's address, and other values.
+        owner = owners.setdefault(memory_of(tensor), name)
         if owner == name:
             tensors[name] = tensor
         else:
