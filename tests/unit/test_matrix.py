@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import signal
 from collections import Counter
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from ckptd.chaos import matrix_cli
 from ckptd.chaos.cli import app
 from ckptd.chaos.cluster.cluster import Cluster
 from ckptd.chaos.cluster.launcher import Torchrun
@@ -287,3 +290,37 @@ def test_the_cells_of_a_pattern_are_listed() -> None:
         "client.before_Begin/kill-all/all/local/1x2",
     ]
     assert run("matrix", "--list", "--only", "*/freeze/*", "--sample", "3", "--seed", "1")[1].count("/freeze/") == 3
+
+
+# ---------------------------------------------------------------- its end
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_a_signal_ends_the_matrix_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_failed: bool) -> None:
+    """What was broken off leaves nothing, what failed before stays; the pages are written, and say what is open."""
+    evidence: list[Path] = []
+
+    def broken_off(*_: object) -> None:
+        with matrix_cli._evidence() as out:
+            evidence.append(out)
+            (out / "worker" / "nodes").mkdir(parents=True)
+            if has_failed:
+                (out / "cell" / "evidence").mkdir(parents=True)
+                (out / "cell" / "evidence" / "trial.json").write_text("{}")
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(matrix_cli, "_run", broken_off)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(typer.Exit) as ended:
+        matrix_cli.matrix(
+            only="client.before_Hello",
+            store="local",
+            results=tmp_path / "results",
+            out=tmp_path / "pages",
+            as_json=True,
+        )
+    assert ended.value.exit_code == 128 + signal.SIGTERM
+    assert evidence[0].exists() is has_failed
+    assert "client.before_Hello" in (tmp_path / "pages" / "index.html").read_text()
+    assert signal.getsignal(signal.SIGTERM) is before
+    shutil.rmtree(evidence[0], ignore_errors=True)

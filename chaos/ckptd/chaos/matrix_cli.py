@@ -1,6 +1,6 @@
 """`ckptd chaos failpoints` and `ckptd chaos matrix`: every boundary of the protocol, and a fault at each.
 
-Exit codes of `matrix`: 0 pass, 1 fail, 3 unknown, 2 usage.
+Exit codes of `matrix`: 0 pass, 1 fail, 3 unknown, 2 usage, 128 + n ended by signal n where nothing had failed by then.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from rich.table import Table
 
 from ckptd.chaos.cache import code_digest, default_cache
 from ckptd.chaos.cluster.store import STORES, missing_store
+from ckptd.chaos.ending import SignalledError, broken_off, ends_in_order
 from ckptd.chaos.matrix.cells import ONLY_COORDINATOR, REASONS, SHAPES, VICTIMS, Cell, reason
 from ckptd.chaos.matrix.cells import cells as all_cells
 from ckptd.chaos.matrix.pace import Pace
@@ -118,10 +119,16 @@ def matrix(
     if missing := next(filter(None, (missing_store(kind) for kind in dict.fromkeys(cell.store for cell in due))), ""):
         raise typer.BadParameter(missing)
     kept.begin(commit=commit_of(Path(__file__).parent), code=code, begun=time.time())
-    if moe is None:
-        _run(due, kept, console, workers or default_workers())
-    else:
-        chosen = _hurt_real_job(moe.resolve(), applicable, seed if only == "*" else None, kept, console)
+    ended: SignalledError | None = None
+    try:
+        with ends_in_order():
+            if moe is None:
+                _run(due, kept, console, workers or default_workers())
+            else:
+                chosen = _hurt_real_job(moe.resolve(), applicable, seed if only == "*" else None, kept, console)
+    except SignalledError as signalled:
+        ended = signalled
+        console.print(f"{broken_off(ended)}; the same command goes on where it stopped", highlight=False)
     summary = summarize(chosen, kept.known)
     options = [part for part in sys.argv[1:] if part not in ("--again", "--json")]
     about = About(commit=commit_of(Path(__file__).parent), code=code, command=shlex.join(["ckptd", *options]))
@@ -130,7 +137,8 @@ def matrix(
         sys.stdout.write(json.dumps(summary.to_dict(), indent=1) + "\n")
     else:
         _print(summary, console, index)
-    raise typer.Exit(summary.verdict.exit_code)
+    is_red = summary.verdict is Verdict.FAIL
+    raise typer.Exit(ended.exit_code if ended is not None and not is_red else summary.verdict.exit_code)
 
 
 def sampled(chosen: list[Cell], count: int, seed: int) -> list[Cell]:
@@ -175,12 +183,20 @@ def _run(due: list[Cell], kept: Results, console: Console, workers: int) -> None
 
 @contextmanager
 def _evidence() -> Iterator[Path]:
-    """Give a folder for evidence; what is left in it after the block, of cells that did not pass, stays."""
+    """Give a folder for evidence; what is left in it after the block, of cells that did not pass, stays.
+
+    Of cells that a signal broke off nothing is left but what failed before.
+    """
     out = Path(tempfile.mkdtemp(prefix="ckptd-matrix-"))
+    is_ended = False
     try:
         yield out
+    except SignalledError:
+        is_ended = True
+        raise
     finally:
-        if not any(out.rglob("evidence/trial.json")) and not any(out.rglob("nodes")):
+        is_told = any(out.rglob("evidence/trial.json"))
+        if not is_told and (is_ended or not any(out.rglob("nodes"))):
             shutil.rmtree(out, ignore_errors=True)
 
 
