@@ -33,11 +33,13 @@ test-all: $(STAMP) ## the whole suite and the long tests that it leaves out: an 
 	CKPTD_TEST_LONG=1 CKPTD_TEST_SCENARIOS=all CKPTD_TEST_GRID=all $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 unit: $(STAMP) ## the fast half
-	$(BIN)/python -m pytest -q tests/unit
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit
 
-# About an hour on two cores; what is broken off goes on where it stopped. ARGS='--store local --only "coordinator.*"' for a part.
+# About an hour on two cores, and some minutes for the real job at the end; what is broken off goes on where it stopped.
+# ARGS='--store local --only "coordinator.*"' for a part.
 chaos: $(STAMP) ## a fault at every boundary of the protocol, in every role, on both stores
 	$(BIN)/ckptd chaos matrix $(ARGS)
+	$(if $(ARGS),,$(BIN)/ckptd chaos matrix --moe examples/train_moe.py --store local)
 
 # Until ten minutes are up; ARGS='--minutes 480 --store s3' for a night.
 soak: $(STAMP) ## random schedules of several faults in one run, on both stores

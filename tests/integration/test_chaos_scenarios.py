@@ -1,6 +1,7 @@
 """Scenarios with real agents, torchrun, a real script and both stores; and the judges say no when they should.
 
-A few of them: a run takes half a minute. CKPTD_TEST_SCENARIOS=all takes all; or name some, see `fixtures.asked`.
+None of them unless asked: a run takes half a minute, and what they hurt is hurt elsewhere (see USUALLY).
+CKPTD_TEST_SCENARIOS=all takes all; or name some, see `fixtures.asked`.
 """
 
 from __future__ import annotations
