@@ -41,7 +41,7 @@ from ckptd.daemon.reshard import StoredRows
 from ckptd.protos import shard_table
 from ckptd.protos.agent_pb2 import WantPart
 from ckptd.protos.shard_table import ShardRow
-from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, RankSection
+from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, AliasTable, RankSection
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -237,6 +237,29 @@ def test_a_reader_hears_each_box_once_with_its_place() -> None:
     ]
     assert told.aliases == {"tied": "w"}
     assert told.holders == {"loader": [0, 1]}
+
+
+@pytest.mark.parametrize("told", [offer, boxes_told])
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_name_that_ranks_tied_to_different_tensors_has_one_value_or_none(told: Any, is_equal: bool) -> None:
+    """Three tied names of which no rank has all: any of the stored ones will do, if they are equal; else none may be taken."""
+    sections = {
+        rank: RankSection(
+            rank=rank,
+            coordinate=[rank],
+            shards=shard_table.build([row(name, (4,))]),
+            writer=[rank],
+            stream_offset=[0],
+            fingerprints=bytes([0 if is_equal else rank]) * 16,
+            aliases=AliasTable(alias=["tied"], target=[name]),
+        )
+        for rank, name in enumerate(["a", "b"])
+    }
+    if is_equal:
+        assert [list(part.aliases.target) for part in told(sections) if part.aliases.alias] == [["a"]]
+    else:
+        with pytest.raises(DaemonError, match="'tied' was tied to 'a' on rank 0 and to 'b' on rank 1: two values"):
+            list(told(sections))
 
 
 def test_a_later_rank_adds_the_tensors_that_only_it_holds() -> None:

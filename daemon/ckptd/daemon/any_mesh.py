@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.index_checks import FINGERPRINT_BYTES
 from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import StoredPart, WantPart, WantTerms
 from ckptd.protos.error_pb2 import Error
@@ -72,17 +73,20 @@ class Wanted:
 
 
 def offer(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
-    """Yield the parts of the answer to Restore that follow `found`: the same for every rank of the run."""
+    """Yield the parts of the answer to Restore that follow `found`: the same for every rank of the run.
+
+    Raises:
+        DaemonError: LAYOUT_MISMATCH, ranks tied one name to different tensors.
+    """
     whole: dict[str, ShardRow] = {}
     own: list[tuple[int, ShardRow]] = []
-    aliases: dict[str, str] = {}
+    aliases = _aliases(sections)
     for rank, section in sorted(sections.items()):
         for row in shard_table.rows_at(section.shards, _told(section.shards, whole)):
             if row.scope == SCOPE_PER_RANK:
                 own.append((rank, row))
             elif row.name not in whole:
                 whole[row.name] = _whole(row)
-        aliases.update(zip(section.aliases.alias, section.aliases.target, strict=True))
     yield _aliases_part(aliases)
     yield from _objects_parts(sections)
     owners = [0] * len(whole) + [rank for rank, _ in own]
@@ -94,10 +98,12 @@ def offer(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
 
 
 def boxes(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
-    """Yield the parts of the answer for a reader that takes boxes as they were written: each once, under its writer."""
-    aliases: dict[str, str] = {}
-    for _, section in sorted(sections.items()):
-        aliases.update(zip(section.aliases.alias, section.aliases.target, strict=True))
+    """Yield the parts of the answer for a reader that takes boxes as they were written: each once, under its writer.
+
+    Raises:
+        DaemonError: as `offer` does.
+    """
+    aliases = _aliases(sections)
     yield _aliases_part(aliases)
     yield from _objects_parts(sections)
     for rank, section in sorted(sections.items()):
@@ -109,6 +115,40 @@ def boxes(sections: Mapping[int, RankSection]) -> Iterator[StoredPart]:
             offsets = [offset for _, offset in written[at : at + count]]
             yield StoredPart(rows=rows, row_ranks=[rank] * count, row_offsets=offsets)
             at += count
+
+
+def _aliases(sections: Mapping[int, RankSection]) -> dict[str, str]:
+    """Return what each tied name shares memory with, for whoever is none of the ranks that saved.
+
+    Two ranks may have tied a name to different tensors: the third of three tied names where no rank has all. Any will do if
+    they hold the same; else the name has a value for each rank, and none for another mesh.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    for rank, section in sorted(sections.items()):
+        for alias, target in zip(section.aliases.alias, section.aliases.target, strict=True):
+            first, by = found.setdefault(alias, (target, rank))
+            if first != target and _written(sections, first) != _written(sections, target):
+                raise DaemonError.of(
+                    f"tensor {alias!r} was tied to {first!r} on rank {by} and to {target!r} on rank {rank}: two values",
+                    reason=error_pb2.REASON_LAYOUT_MISMATCH,
+                    hint="restore on the mesh that saved; what differs from rank to rank needs names of its own, or PerRank",
+                    object=alias,
+                    phase="restore",
+                )
+    return {alias: target for alias, (target, _) in found.items()}
+
+
+def _written(sections: Mapping[int, RankSection], name: str) -> dict[tuple[object, ...], bytes]:
+    """Return the fingerprint of each box of a tensor, from the rank that wrote it."""
+    found: dict[tuple[object, ...], bytes] = {}
+    for rank, section in sections.items():
+        if name not in section.shards.names:
+            continue
+        for at, row in enumerate(shard_table.iter_rows(section.shards)):
+            if row.name == name and section.writer[at] == rank:
+                box = (row.dtype, row.global_shape, row.offset, row.length)
+                found[box] = section.fingerprints[at * FINGERPRINT_BYTES : (at + 1) * FINGERPRINT_BYTES]
+    return found
 
 
 def _aliases_part(aliases: Mapping[str, str]) -> StoredPart:
