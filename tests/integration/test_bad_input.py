@@ -101,7 +101,7 @@ def save_properly(node: AgentProcess, root: str, *, job: str = "job") -> None:
         ("file:///proc/ckptd", "No such file or directory"),
         ("s3://ab/x", "is no bucket name"),
         (f"s3://user:{SECRET}@bucket/x", "credentials"),
-        (f"ftp://user:{SECRET}@127.0.0.1:1/x", "cannot connect"),
+        (f"ftp://user:{SECRET}@127.0.0.1:1/x", "is no place for snapshots"),
     ],
 )
 def test_a_root_that_cannot_be_used_is_refused_on_every_rank(node: AgentProcess, root: str, words: str) -> None:

@@ -227,10 +227,11 @@ def test_an_undisturbed_run_is_kept_per_command_and_code(tmp_path: Path, monkeyp
 def test_a_trial_that_is_broken_off_ends_what_it_started_and_says_so(tmp_path: Path) -> None:
     """A signal in the midst of the hurt run: no process stays, and the report is unknown, with the reason."""
     alive: list[int] = []
+    others = set(descendants(os.getpid()))
 
     def signalled(run: str, event: Event) -> None:
         if run == "hurt" and event.kind == "step":
-            alive.extend(descendants(os.getpid()))
+            alive.extend(pid for pid in descendants(os.getpid()) if pid not in others)
             raise SignalledError(signal.SIGTERM)
 
     mine = replace(stage(tmp_path), observe=signalled)

@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -115,10 +117,15 @@ def test_a_script_that_begins_anew_each_time_is_told_to_restore(tmp_path: Path) 
     assert "  likely: restore: launch 2 restored nothing, though step " in ended.stdout
 
 
-def test_an_interrupt_ends_everything_and_names_the_folder(tmp_path: Path) -> None:
+@pytest.fixture
+def temporary() -> Iterator[Path]:
+    """Give a folder with a path short enough for sockets below it."""
+    with tempfile.TemporaryDirectory(prefix="ckptd-t-") as folder:
+        yield Path(folder)
+
+
+def test_an_interrupt_ends_everything_and_names_the_folder(temporary: Path) -> None:
     """As a terminal sends it, to all processes of the group: nothing stays, and what there is so far is where it says."""
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
     command = [sys.executable, "-m", "ckptd.daemon.cli", "chaos", "run", "--preset", "ci", "--nproc", "1"]
     running = subprocess.Popen(
         [*command, "--", str(FORGETFUL), "--steps", "1000000"],
@@ -130,9 +137,13 @@ def test_an_interrupt_ends_everything_and_names_the_folder(tmp_path: Path) -> No
     )
     try:
         begun = "ckptd-chaos-*/undisturbed/nodes/0/events.jsonl"
-        assert wait_until(
-            lambda: any(b'"staged"' in path.read_bytes() for path in temporary.glob(begun)), within=timedelta(minutes=4)
+        wait_until(
+            lambda: (
+                any(b'"staged"' in path.read_bytes() for path in temporary.glob(begun)) or running.poll() is not None
+            ),
+            within=timedelta(minutes=4),
         )
+        assert running.poll() is None, running.communicate()
         (out,) = (path.parents[3] for path in temporary.glob(begun))
         children = descendants(running.pid)
         assert len(children) >= 4

@@ -101,8 +101,8 @@ def _a_dropped_step_counter(patch: Patch) -> None:
 def _a_counter_that_is_not_put_back(patch: Patch) -> None:
     real = optimizers.TrackedOptimizer.load
 
-    def load(self: Any, value: Any, tensors: Any, names: Any) -> None:
-        real(self, value, {name: tensor for name, tensor in tensors.items() if not name.endswith("a.bias/step")}, names)
+    def load(self: Any, value: Any, tensors: Any, *more: Any) -> None:
+        real(self, value, {name: tensor for name, tensor in tensors.items() if not name.endswith("a.bias/step")}, *more)
 
     patch.setattr(optimizers.TrackedOptimizer, "load", load)
 
