@@ -156,15 +156,15 @@ def test_a_rank_that_comes_back_meanwhile_may_ask_again() -> None:
     assert run.last("begin").begin.go
 
 
+def longer_state(node: str, own: StepId) -> dict[int, tuple[list[Shard], dict[str, bytes]]]:
+    state = small_state(node, own)
+    if node == NODES[1]:
+        state[1][0].append(Shard(name="grown", values=np.zeros(8, dtype=np.uint8)))
+    return state
+
+
 def test_a_layout_that_changes_while_the_plan_is_computed_is_asked_for() -> None:
     """Go is told on the plan of the layouts that the ranks asked with last."""
-
-    def longer_state(node: str, own: StepId) -> dict[int, tuple[list[Shard], dict[str, bytes]]]:
-        state = small_state(node, own)
-        if node == NODES[1]:
-            state[1][0].append(Shard(name="grown", values=np.zeros(8, dtype=np.uint8)))
-        return state
-
     run, step = until_plan(Play())
     run.relayout(longer_state)
     run.layouts_asked.clear()
@@ -177,6 +177,33 @@ def test_a_layout_that_changes_while_the_plan_is_computed_is_asked_for() -> None
     run.seal(step)
     run.settle()
     assert run.outcomes() == {step: True}
+
+
+def test_a_layout_that_changes_while_it_is_waited_for_is_asked_for() -> None:
+    """The one before never comes: the begin does not wait for it until its deadline."""
+    run, step = until_layouts(Play())
+    run.relayout(longer_state)
+    run.layouts_asked = {0}
+    run.begin(step, ranks=(1,))
+    assert run.layouts_asked == {0, 1}
+    run.settle()
+    assert run.last("begin").begin.go
+
+
+def test_a_layout_is_asked_for_again_when_the_connection_broke() -> None:
+    """The question, or the answer, was lost with it; the node says its begin again."""
+    run, step = until_layouts(Play())
+    run.layouts_asked.clear()
+    run.apply(effects.NodeLost(node=NODES[1], incarnation="i"))
+    run.hello(1)
+    run.begin(step, ranks=(1,))
+    assert run.layouts_asked == {1}
+    run.layouts_asked.add(0)
+    run.settle()
+    assert run.last("begin").begin.go
+    run.layouts_asked.clear()
+    run.begin(step, ranks=(1,))
+    assert not run.layouts_asked
 
 
 def test_a_node_that_is_only_away_is_waited_for() -> None:

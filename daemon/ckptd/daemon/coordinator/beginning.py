@@ -44,6 +44,7 @@ def on_begin(state: State, call: NodeMessage.Begin) -> None:
         segmented_algorithms=tuple(call.segmented_algorithms),
         prefers_segmented=call.prefers_segmented,
     )
+    _ask_layout(state, call.rank)  # what was asked for may have been lost with the connection
 
 
 def refuse_begin(state: State, rank: int, step: int, why: Error) -> None:
@@ -97,13 +98,15 @@ def admit(state: State) -> Procedure:
         return
     while state.plan is None or state.plan.digest != plan_digest(_layout_digests(state)):
         digests = _layout_digests(state)
-        for rank, digest in digests.items():
-            if digest not in state.layouts:
-                need = CoordinatorMessage.NeedLayout(rank=rank, digest=digest)
-                state.send(state.ranks[rank].node, CoordinatorMessage(need_layout=need))
-        known = yield wait(partial(_are_known, state, digests))
+        state.layouts_asked = {digest for digest in digests.values() if digest not in state.layouts}
+        for rank in digests:
+            _ask_layout(state, rank)
+        known = yield wait(partial(_are_known_or_others, state, digests))
+        state.layouts_asked = set()
         if _is_answered(state):
             return
+        if digests != _layout_digests(state):
+            continue
         if not known:
             unknown = [rank for rank, digest in digests.items() if digest not in state.layouts]
             message = f"step {step}: the layouts of ranks {unknown} did not arrive in time"
@@ -126,8 +129,15 @@ def admit(state: State) -> Procedure:
     _go(state, next(iter(state.begins.values())).step)
 
 
-def _are_known(state: State, digests: dict[int, bytes]) -> bool:
-    return all(digest in state.layouts for digest in digests.values())
+def _ask_layout(state: State, rank: int) -> None:
+    digest = state.begins[rank].layout_digest
+    if digest in state.layouts_asked and digest not in state.layouts:
+        need = CoordinatorMessage.NeedLayout(rank=rank, digest=digest)
+        state.send(state.ranks[rank].node, CoordinatorMessage(need_layout=need))
+
+
+def _are_known_or_others(state: State, digests: dict[int, bytes]) -> bool:
+    return all(digest in state.layouts for digest in digests.values()) or digests != _layout_digests(state)
 
 
 def _layout_digests(state: State) -> dict[int, bytes]:

@@ -169,6 +169,8 @@ class State:
     """The listed steps that `Started` was made of last, and it. A list that is announced is replaced, never changed."""
     adopted: list[tuple[StepRef, Committed]] = field(default_factory=list)
     layouts: dict[bytes, ShardTable] = field(default_factory=dict)
+    layouts_asked: set[bytes] = field(default_factory=set)
+    """Digests of the layouts that a begin waits for."""
     plan: Plan | None = None
     begins: dict[int, BeginCall] = field(default_factory=dict)
     refused_begins: dict[int, RefusedBegin] = field(default_factory=dict)
