@@ -7,24 +7,12 @@ from typing import Any
 import pytest
 import torch
 from fixtures.client_agent import Make, fake_agent, make
+from fixtures.tracked_things import Counter
 from torch import nn
 
 from ckptd.client import Checkpointer, InvalidRequest
 
 __all__ = ["fake_agent", "make"]
-
-
-class Counter:
-    """A loader's position."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
 
 
 def linear(value: float) -> nn.Linear:

@@ -194,7 +194,7 @@ def test_an_interrupt_in_a_restore_is_told(
     where = {
         "prepared": "ckptd.client.targets.Targets.check",
         "wanted": "ckptd.client.restoring.take_part",
-        "decoded": "ckptd.client.tracking.Restoring.decode",
+        "decoded": "ckptd.client.putting_back.Restoring.decode",
     }
     with monkeypatch.context() as patch:
         patch.setattr(where[when], interrupts.send)

@@ -8,18 +8,12 @@ from typing import Any
 import pytest
 import torch
 from fixtures.client_agent import Make, fake_agent, make
+from fixtures.tracked_things import named
 from torch import nn
 
 from ckptd.client import InvalidRequest
 
 __all__ = ["fake_agent", "make"]
-
-
-def named(**buffers: torch.Tensor) -> nn.Module:
-    module = nn.Module()
-    for name, tensor in buffers.items():
-        module.register_buffer(name, tensor)
-    return module
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

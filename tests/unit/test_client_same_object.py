@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixtures.client_agent import Make, fake_agent, make
+from fixtures.tracked_things import Counter, named
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -24,13 +25,6 @@ from ckptd.daemon.tensors import stored_tensors
 from ckptd.protos.snapshot_pb2 import RankSection
 
 __all__ = ["fake_agent", "make"]
-
-
-def named(**buffers: torch.Tensor) -> nn.Module:
-    module = nn.Module()
-    for name, tensor in buffers.items():
-        module.register_buffer(name, tensor)
-    return module
 
 
 def ones(value: float) -> torch.Tensor:
@@ -160,19 +154,6 @@ def test_a_container_that_holds_itself_is_restored(make: Make) -> None:
     live["self"] = live
     checkpointer.restore_into({"v": live})
     assert live == {"self": {"n": 1}, "n": 2}
-
-
-class Counter:
-    """A loader's position."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
 
 
 @pytest.mark.parametrize("kind", ["stateful", "generator", "optimizer"])

@@ -23,7 +23,7 @@ from .opened_step import OpenStep
 from .reshard_hooks import StoredPiece
 from .restored import BadStep, Restored
 from .sharding import PerRank, Sharded
-from .tracking import Trackable
+from .things import Trackable
 
 __all__ = [
     "Aborted",

@@ -1,6 +1,6 @@
 """Whether two restored values are one: types, order, floats and tensors bit by bit.
 
-Pure. Owns: that comparison. Does not own: what follows from it (`resharding`, `tree`, `tracking`). Invariant: what cannot be
+Pure. Owns: that comparison. Does not own: what follows from it (`resharding`, `tree`, `putting_back`). Invariant: what cannot be
 stored is like nothing but itself.
 """
 

@@ -36,7 +36,8 @@ from .restored import Question, Restored
 from .restoring import Restorer
 from .saving import Saver
 from .selecting import Choice, choice
-from .tracking import Trackable, Tracking
+from .things import Trackable
+from .tracking import Tracking
 
 log = logging.getLogger("ckptd.client")
 

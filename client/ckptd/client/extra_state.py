@@ -1,7 +1,7 @@
 """Extra state of modules: which submodule takes which key, and whether what is stored fits that.
 
 Owns: finding the module behind a key of a state_dict, and comparing stored keys with those here. Does not own: reading extra
-state (`modules`), or what is done with a difference (`tracking`). Invariant: that a key has no taker, or two values, is told
+state (`modules`), or what is done with a difference (`putting_back`). Invariant: that a key has no taker, or two values, is told
 before anything is touched.
 """
 

@@ -1,7 +1,7 @@
 """Tensors that hooks see before anything live is touched: what stands for which live one, and the way back.
 
 Owns: the live tensors of plain values whose hooks are asked, and what stood for each. Does not own: the memory (`stand_ins`),
-or asking the hooks (`tracking`). Invariant: a hook gets no live tensor, and what it passes on ends up in the live one.
+or asking the hooks (`putting_back`). Invariant: a hook gets no live tensor, and what it passes on ends up in the live one.
 """
 
 from __future__ import annotations
