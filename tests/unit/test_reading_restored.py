@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.raw_rank import options
+from fixtures.node_restores import chosen, node_restore
 
 from ckptd.client.link import SessionLostError
 from ckptd.client.restored_files import SharedFiles
@@ -23,10 +23,7 @@ from ckptd.daemon.chunks import ChunkSpan, StreamLayout
 from ckptd.daemon.orphans import free_orphans
 from ckptd.daemon.restore_attempt import Attempt
 from ckptd.daemon.restores import NodeRestore
-from ckptd.daemon.session import Session
 from ckptd.daemon.slots import DATA_OFFSET, SlotFile, SlotPool, SlotState
-from ckptd.daemon.telemetry import EventLog
-from ckptd.protos.agent_pb2 import AttachRequest
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.error_pb2 import Error
 
@@ -107,26 +104,6 @@ def test_two_runs_of_a_job_on_one_node_do_not_share_a_file(shm_dir: Path) -> Non
     assert list(shm_dir.iterdir()) == []
 
 
-def node_restore(arena: Arena) -> tuple[NodeRestore, Session]:
-    """Return the restores of a run with one rank here."""
-    session = Session(token="token", about=AttachRequest(rank=0, world=2, options=options()))
-    link: Any = SimpleNamespace(
-        about=session.about,
-        ranks={0: session},
-        live_ranks=[0],
-        trouble="",
-        check_alive=lambda: None,
-        say=lambda _message: None,
-        spawn=lambda work: work.close(),
-    )
-    held: Any = SimpleNamespace(job="job", snapshots={}, arena=arena, fetcher=None)
-    return NodeRestore(node="node", held=held, link=link, log=EventLog(None)), session
-
-
-def chosen(number: int) -> CoordinatorMessage:
-    return CoordinatorMessage(restore_chosen=CoordinatorMessage.RestoreChosen(attempt=number, found=True))
-
-
 def offered(restores: NodeRestore) -> Attempt:
     """Let the coordinator offer a step, and return the attempt."""
     restores.on_message(chosen(1))
@@ -167,7 +144,7 @@ def test_the_end_of_an_attempt_takes_nothing_away_from_a_rank_that_copies(
 
     async def play() -> None:
         arena = Arena(shm_dir, JOB)
-        restores, _ = node_restore(arena)
+        restores, _ = node_restore(arena=arena)
         path = filled(arena, 7)
         ready(offered(restores), path)
         rank = Rank(path, 7)
@@ -184,7 +161,7 @@ def test_a_fetch_that_ends_late_gives_back_its_own_file_alone(shm_dir: Path, mon
     async def play() -> None:
         arena = Arena(shm_dir, JOB)
         gate, entered = asyncio.Event(), asyncio.Event()
-        old, _ = node_restore(arena)
+        old, _ = node_restore(arena=arena)
         attempt = offered(old)
         attempt.loaded.set_result(SimpleNamespace())  # type: ignore[arg-type]
         attempt.fetching = True

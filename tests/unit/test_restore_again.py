@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 from fixtures.coordinated import NODES, Play, Run
-from fixtures.raw_rank import options
+from fixtures.node_restores import chosen, node_restore
 
 from ckptd.daemon import restore_plan
 from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import CorruptError
 from ckptd.daemon.restore_attempt import Attempt
-from ckptd.daemon.restores import NodeRestore
-from ckptd.daemon.session import Session
-from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import error_pb2
-from ckptd.protos.agent_pb2 import AttachRequest, RestoreRequest
+from ckptd.protos.agent_pb2 import RestoreRequest
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
 
@@ -149,27 +146,6 @@ def test_that_there_is_nothing_is_said_again_until_something_is_saved() -> None:
 
 
 # ---------------------------------------------------------------- the agent
-
-
-def node_restore() -> tuple[NodeRestore, Session]:
-    """Return the restores of a run with one rank here, and its session; nothing is loaded."""
-    about = AttachRequest(rank=0, world=2, options=options())
-    session = Session(token="token", about=about)
-    link: Any = SimpleNamespace(
-        about=about,
-        ranks={0: session},
-        live_ranks=[0],
-        trouble="",
-        check_alive=lambda: None,
-        say=lambda _message: None,
-        spawn=lambda work: work.close(),
-    )
-    held: Any = SimpleNamespace(job="job", snapshots={}, arena=SimpleNamespace(release=lambda: None))
-    return NodeRestore(node="node", held=held, link=link, log=EventLog(None)), session
-
-
-def chosen(attempt: int) -> CoordinatorMessage:
-    return CoordinatorMessage(restore_chosen=CoordinatorMessage.RestoreChosen(attempt=attempt, found=True))
 
 
 def test_ranks_ask_another_coordinator_process_again() -> None:

@@ -3,47 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fixtures.raw_rank import options
+from fixtures.node_restores import chosen, node_restore
 
 from ckptd.daemon.any_mesh import Wanted
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.restore_plan import Stored
-from ckptd.daemon.restores import NodeRestore
-from ckptd.daemon.session import Session
-from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import error_pb2
-from ckptd.protos.agent_pb2 import AttachRequest, WantPart, WantTerms
+from ckptd.protos.agent_pb2 import WantPart, WantTerms
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
-
-
-def node_restore(said: list[NodeMessage] | None = None) -> tuple[NodeRestore, Session]:
-    """Return the restores of a run with one rank here, and its session; nothing is loaded.
-
-    What is told to the coordinator is added to `said`.
-    """
-    heard: list[NodeMessage] = [] if said is None else said
-    about = AttachRequest(rank=0, world=2, options=options())
-    session = Session(token="token", about=about)
-    link: Any = SimpleNamespace(
-        about=about,
-        ranks={0: session},
-        live_ranks=[0],
-        trouble="",
-        check_alive=lambda: None,
-        say=heard.append,
-        spawn=lambda work: work.close(),
-    )
-    held: Any = SimpleNamespace(job="job", snapshots={}, arena=None, fetcher=None)
-    return NodeRestore(node="node", held=held, link=link, log=EventLog(None)), session
-
-
-def chosen(attempt: int) -> CoordinatorMessage:
-    return CoordinatorMessage(restore_chosen=CoordinatorMessage.RestoreChosen(attempt=attempt, found=True))
 
 
 @pytest.mark.parametrize("attempts", [1, 2], ids=["the attempt itself", "a later one"])

@@ -7,6 +7,7 @@ rank wished for. Does not own: which bytes a wish means (`reshard`,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -124,10 +125,11 @@ def _aliases(sections: Mapping[int, RankSection]) -> dict[str, str]:
     they hold the same; else the name has a value for each rank, and none for another mesh.
     """
     found: dict[str, tuple[str, int]] = {}
+    written = functools.cache(functools.partial(_written, sections))  # few names, on any number of ranks
     for rank, section in sorted(sections.items()):
         for alias, target in zip(section.aliases.alias, section.aliases.target, strict=True):
             first, by = found.setdefault(alias, (target, rank))
-            if first != target and _written(sections, first) != _written(sections, target):
+            if first != target and written(first) != written(target):
                 raise DaemonError.of(
                     f"tensor {alias!r} was tied to {first!r} on rank {by} and to {target!r} on rank {rank}: two values",
                     reason=error_pb2.REASON_LAYOUT_MISMATCH,
