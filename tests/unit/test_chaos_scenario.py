@@ -187,6 +187,14 @@ def test_only_the_first_fault_may_wait_for_a_failpoint() -> None:
         parse(text, name="x", source="x.toml")
 
 
+@pytest.mark.parametrize("verb", ["kill", "stop@2", "exit:3"])
+def test_failpoints_of_all_agents_may_not_end_them(verb: str) -> None:
+    """Each agent that is started again would meet it again, and no fault of the scenario would answer for it."""
+    text = GOOD.replace("delay:0.1", verb)
+    with pytest.raises(ScenarioError, match=rf"x\.toml:\d+: .*uploader\.before_put={verb[:4]} would meet every agent"):
+        parse(text, name="x", source="x.toml")
+
+
 def test_every_scenario_of_the_package_can_be_read() -> None:
     """All are there, and each says what it proves."""
     assert set(scenario_names()) >= {

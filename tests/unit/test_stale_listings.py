@@ -118,6 +118,29 @@ def test_a_start_record_that_the_store_took_and_lost_is_put_again() -> None:
     assert kinds(run).count("stale_listing") == 2
 
 
+def test_a_claim_that_the_store_took_and_lost_is_put_again() -> None:
+    """Or the start would be refused for one lie of the store; nothing is read before the listing shows it."""
+    truth = MemoryStore()
+    play = Play(store=truth)
+    first = play.run().attach()
+    first.save(1)
+    first.settle()
+    store = play.store = lost(truth, 1)
+    run = play.run().attach()
+    run.settle()
+    assert len(store.fired) == 1
+    assert [entry.kind for entry in run.log if entry.kind in ("claimed", "resolved")] == []
+    look_twice_more(run)
+    restore(run)
+    assert run.is_running()
+    run.save(2)
+    run.settle()
+    assert run.outcomes() == {2: True}
+    assert listed(truth) == [1, 2]
+    assert len(log_reader.list_log(truth).claims) == 2
+    assert kinds(run).count("stale_listing") == 2
+
+
 def test_a_start_does_not_read_history_from_before_its_claim() -> None:
     """A step is acknowledged before the next run claims; that run's LIST is older than that: it does not start without it."""
     truth = MemoryStore()

@@ -22,6 +22,7 @@ EVENTS = tuple(sorted({*OF_AGENTS, *OF_COORDINATORS, *OF_ALL, *OF_SCRIPTS}))
 EVENTS_BEFORE = tuple(sorted(OF_A_STEP))
 """Events that may say that a fault came too late: those that tell their step."""
 _PASSED_BY_AGENTS = ("agent", "coordinator")
+_ENDS_OR_HANGS = ("kill", "stop", "exit")
 
 
 class NameMisfitError(ValueError):
@@ -77,13 +78,20 @@ def require_failpoints_of_agents(specification: str) -> None:
     """Check failpoints that all agents are given.
 
     Raises:
-        NameMisfitError: The grammar is not kept, there is no such failpoint, or no agent passes it.
+        NameMisfitError: The grammar is not kept, there is no such failpoint, no agent passes it, or it would end or stop every
+            agent, the one that is started in its place too: no fault of the scenario would answer for that.
     """
     try:
         found = parse(specification, source="agents")
     except FailpointSyntaxError as error:
         raise NameMisfitError(str(error)) from None
     _require_agents_pass(found, "agents")
+    for name, action in found.items():
+        if action.verb in _ENDS_OR_HANGS:
+            raise NameMisfitError(
+                f"agents: {name}={action.verb} would meet every agent, and each that is started in its place; "
+                f'allowed: delay, error, pass. For one agent once, write a [[fault]] with at = {{ failpoint = "{name}" }}'
+            )
 
 
 def _require_agents_pass(names: Collection[str], source: str) -> None:

@@ -191,8 +191,10 @@ def _claim(state: State) -> Procedure:
             )
         timeline = Timeline(number=log.next_number(), nonce=state.nonce())
         claim = _claim_of(state, timeline)
-        yield Put(key=keys.claim_key(timeline), data=records.to_bytes(claim), label="claim")
-        log = yield from _log_with_claim(state, ListKeys(prefix=keys.LOG_PREFIX, label="look_after_claim"), timeline)
+        put = Put(key=keys.claim_key(timeline), data=records.to_bytes(claim), label="claim")
+        yield put
+        listing = ListKeys(prefix=keys.LOG_PREFIX, label="look_after_claim")
+        log = yield from _log_with_claim(state, listing, timeline, put)
         highest = log.highest_claim()
         if highest is None or highest <= timeline:
             state.timeline, state.claim = timeline, claim
@@ -200,17 +202,28 @@ def _claim(state: State) -> Procedure:
             return None
 
 
-def _log_with_claim(state: State, listing: ListKeys, timeline: Timeline | None) -> Procedure:
+def _log_with_claim(state: State, listing: ListKeys, timeline: Timeline | None, put: Put | None = None) -> Procedure:
     """List the log; where a claim was put before, until the listing shows it or a higher one: an older one hides history.
+
+    One that shows neither is of the past, or else the store has said that the claim was put and lost it: from the second such
+    look on the same bytes are put once more. What counts is the listing after that, so nothing is believed earlier.
+
+    Args:
+        state: The coordinator's.
+        listing: How to list the log.
+        timeline: The one that was claimed, or None where nothing is.
+        put: The claim's put, where it may be done again.
 
     Raises:
         DaemonError: STORE_FAILED, LIST goes on to show the past.
     """
-    for _ in range(MAX_LOOKS):
+    for look in range(MAX_LOOKS):
         log = history.parse_log((yield listing))
         if timeline is None or log.is_as_new_as(keys.claim_key(timeline)):
             return log
         state.log("stale_listing", prefix=listing.prefix, object=keys.claim_key(timeline))
+        if look and put is not None:
+            yield put
         yield Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + STORE_RETRY_S)
     assert timeline is not None
     raise DaemonError(stale_listing(keys.claim_key(timeline), state.lead.root))
