@@ -25,11 +25,14 @@ from ckptd.protos import error_pb2
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import Aborted, Claim, ClaimNode, Record, StepRef
+from ckptd.storage_backends.errors import StorageError
 
 ALIVE_GRACE_S = 10.0
 """How long a start waits for a run that seems alive to die: ranks that torchrun is just ending are alive for a moment."""
 HALF_ALIVE_GRACE_S = 40.0
 """The same for a run of which some ranks have ended: those left may hang on a node whose connection is given up after 30 s."""
+MAX_RESOLVES = 16
+"""Times in a row that history is read while something that LIST shows is not there."""
 
 
 def look_for_newer_run(state: State) -> Procedure:
@@ -67,6 +70,8 @@ def start(state: State) -> Procedure:
         refused.object = refused.object or state.lead.root
     if refused is not None:
         refuse(state, refused)
+        return
+    if state.has_ended:  # meanwhile: a rank came back with another mesh, say, and all were told
         return
     state.phase = Phase.RESOLVED
     state.log(
@@ -151,11 +156,7 @@ def _job(state: State) -> Procedure:
     if data is None:
         if state.lead.options.read_only:
             return None
-        made = records.job_bytes(state.lead.job, created_at=state.stamp(), version=state.versions.get("ckptd", ""))
-        # Another start may be making it at this moment, with another time in it: what stands there is read next.
-        with contextlib.suppress(DaemonError):
-            yield Put(key=keys.JOB, data=made, label="job")
-        data = yield Get(key=keys.JOB, label="reread_job")
+        data = yield from _made_job(state)
     job = records.parse_job(data)
     # A run that only reads may take whatever job the root holds.
     if job.job != state.lead.job and (state.lead.job or not state.lead.options.read_only):
@@ -169,26 +170,48 @@ def _job(state: State) -> Procedure:
     return None
 
 
+def _made_job(state: State) -> Procedure:
+    """Put job.json and return what stands there then; once more where the store has said that it was put and lost it.
+
+    Raises:
+        DaemonError: STORE_FAILED, the store goes on to lose it.
+    """
+    made = records.job_bytes(state.lead.job, created_at=state.stamp(), version=state.versions.get("ckptd", ""))
+    put = Put(key=keys.JOB, data=made, label="job")
+    for look in range(MAX_LOOKS):
+        if look:
+            yield _pause(state)
+        # Another start may be making it at this moment, with another time in it: what stands there is read next.
+        with contextlib.suppress(DaemonError):
+            if look:
+                yield from _put_again(state, put)
+            else:
+                yield put
+        data = yield Get(key=keys.JOB, label="reread_job")
+        if data is not None:
+            return data
+    raise DaemonError.of(
+        f"{state.lead.root}: {keys.JOB} was put {MAX_LOOKS} times and is not there",
+        reason=error_pb2.REASON_STORE_FAILED,
+        hint="the store answers for what it does not keep: check what stands between, and that nothing deletes under the root",
+        object=keys.JOB,
+        phase="register",
+    )
+
+
 def _claim(state: State) -> Procedure:
     """R1: take a higher number than any there is, in an object of our own, before history is read."""
-    asked = state.lead.options.takeover
+    asked: Timeline | None = None
     while True:
         log = history.parse_log((yield ListKeys(prefix=keys.LOG_PREFIX, label="list_claims")))
         highest = log.highest_claim()
-        if highest is not None and not asked:
+        # Of each claim: one that has won the race against ours is of a run that is alive as a rule.
+        if highest is not None and highest != asked and not state.lead.options.takeover:
             refused = yield from _other_run(state, highest)
             if refused is not None:
                 return refused
-            asked = True
-        gone = sorted(number for number, rank in state.ranks.items() if not rank.attached)
-        if gone:
-            # A start that stood still meanwhile, say: without them nothing can come of it, and its claim would fence others.
-            return make_error(
-                error_pb2.REASON_RANKS_MISSING,
-                f"ranks {gone} ended before the run had claimed its timeline",
-                ranks=gone,
-                phase="register",
-            )
+            asked = highest
+        _require_ranks(state)
         timeline = Timeline(number=log.next_number(), nonce=state.nonce())
         claim = _claim_of(state, timeline)
         put = Put(key=keys.claim_key(timeline), data=records.to_bytes(claim), label="claim")
@@ -202,11 +225,43 @@ def _claim(state: State) -> Procedure:
             return None
 
 
+def _require_ranks(state: State) -> None:
+    """Refuse to claim where ranks have ended, as they may where a start stood still meanwhile.
+
+    Without them nothing can come of it, and its claim would fence the run that was started in its place.
+
+    Raises:
+        DaemonError: RANKS_MISSING.
+    """
+    gone = sorted(number for number, rank in state.ranks.items() if not rank.attached)
+    if gone:
+        raise DaemonError.of(
+            f"ranks {gone} ended before the run had claimed its timeline",
+            reason=error_pb2.REASON_RANKS_MISSING,
+            ranks=gone,
+            phase="register",
+        )
+
+
+def _put_again(state: State, put: Put) -> Procedure:
+    """Put once more what the store has taken and does not show; that it fails now says nothing: it may stand there since."""
+    try:
+        yield put
+    except StorageError as failure:
+        state.log("store_failed", operation=type(put).__name__, error=str(failure))
+
+
+def _pause(state: State) -> Wait:
+    """Wait before the store is asked again."""
+    return Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + STORE_RETRY_S)
+
+
 def _log_with_claim(state: State, listing: ListKeys, timeline: Timeline | None, put: Put | None = None) -> Procedure:
     """List the log; where a claim was put before, until the listing shows it or a higher one: an older one hides history.
 
     One that shows neither is of the past, or else the store has said that the claim was put and lost it: from the second such
-    look on the same bytes are put once more. What counts is the listing after that, so nothing is believed earlier.
+    look on the same bytes are put once more, where another look follows and the run's ranks are still there. What counts is the
+    listing after that, so nothing is believed earlier.
 
     Args:
         state: The coordinator's.
@@ -215,16 +270,19 @@ def _log_with_claim(state: State, listing: ListKeys, timeline: Timeline | None, 
         put: The claim's put, where it may be done again.
 
     Raises:
-        DaemonError: STORE_FAILED, LIST goes on to show the past.
+        DaemonError: STORE_FAILED, LIST goes on to show the past; RANKS_MISSING, ranks ended before the claim was put again.
     """
-    for look in range(MAX_LOOKS):
+    for look in range(1, MAX_LOOKS + 1):
         log = history.parse_log((yield listing))
         if timeline is None or log.is_as_new_as(keys.claim_key(timeline)):
             return log
         state.log("stale_listing", prefix=listing.prefix, object=keys.claim_key(timeline))
-        if look and put is not None:
-            yield put
-        yield Wait(until=lambda: state.phase is Phase.ENDED, deadline=state.now + STORE_RETRY_S)
+        if look == MAX_LOOKS:
+            break
+        if look > 1 and put is not None:
+            _require_ranks(state)
+            yield from _put_again(state, put)
+        yield _pause(state)
     assert timeline is not None
     raise DaemonError(stale_listing(keys.claim_key(timeline), state.lead.root))
 
@@ -277,13 +335,23 @@ def _claim_of(state: State, timeline: Timeline) -> Claim:
 
 
 def resolve(state: State) -> Procedure:
-    """R2: the newest record of older timelines, then whole undecided steps of its timeline, ascending."""
-    while True:
+    """R2: the newest record of older timelines, then whole undecided steps of its timeline, ascending.
+
+    Where something vanished between LIST and GET history has moved, and is read again; or the store has lost it and LIST shows it
+    for ever. So it ends: a step of which an index stays away is not adopted, as it might have been declined in any case.
+
+    Raises:
+        DaemonError: FENCED, a higher claim is there; CORRUPT, the claim of the newest record's timeline is gone; UNAVAILABLE, the
+            newest record is listed and not there; STORE_FAILED as in `_log_with_claim`.
+    """
+    for number in range(1, MAX_RESOLVES + 1):
+        if number > 2:  # once at once: a sweep that has moved on is not waited for
+            yield _pause(state)
         log = yield from _log_with_claim(state, ListKeys(prefix=keys.LOG_PREFIX, label="list_log"), state.timeline)
         if state.timeline is not None and log.is_fenced(state.timeline):
             raise DaemonError(end_fenced(state, log))
         newest, vanished = yield from _newest_record(log, state.timeline)
-        if vanished:
+        if vanished is not None:
             continue
         if newest is None:
             state.listed, state.adopted = Listed(), []
@@ -310,10 +378,18 @@ def resolve(state: State) -> Procedure:
         state.start_wanted = claim.run_id == state.lead.run_id
         begun = _begun_before(state, record) if state.start_wanted else set()
         yield from _posthumous(state, claim, record)
-        again = yield from _adopt(state, claim, record, log, Comparisons.of_history(record, aborted))
+        comparisons = Comparisons.of_history(record, aborted)
+        again = yield from _adopt(state, claim, record, log, comparisons, is_last=number == MAX_RESOLVES)
         if not again:
             _give_up_torn(state, begun - {ref.step for ref, _ in state.adopted})
             return
+    raise DaemonError.of(
+        f"{state.lead.root}: LIST shows {vanished!r}, the newest record, and GET does not find it, {MAX_RESOLVES} times",
+        reason=error_pb2.REASON_UNAVAILABLE,
+        hint="the store must be strongly consistent; check that nothing else deletes under the root",
+        object=vanished,
+        phase="register",
+    )
 
 
 def _begun_before(state: State, record: Record) -> set[int]:
@@ -338,7 +414,7 @@ def _give_up_torn(state: State, steps: set[int]) -> None:
 
 
 def _newest_record(log: LogView, before: Timeline | None) -> Procedure:
-    """Return ((key, record, bytes, abort markers newer than it) | None, vanished).
+    """Return ((key, record, bytes, abort markers newer than it) | None, the key of what vanished meanwhile | None).
 
     A decision object may be an abort marker: only its content tells.
     """
@@ -346,12 +422,12 @@ def _newest_record(log: LogView, before: Timeline | None) -> Procedure:
     for key in map(str, log.record_keys(before)):
         data = yield Get(key=key, label="read_newest")
         if data is None:
-            return None, True
+            return None, key
         record = records.parse_record(data, key)
         if history.is_record(record):
-            return (key, record, data, aborted), False
+            return (key, record, data, aborted), None
         aborted[StepId(Timeline.parse(record.timeline), record.decision.step)] = record.decision.aborted
-    return None, False
+    return None, None
 
 
 def _posthumous(state: State, claim: Claim, record: Record) -> Procedure:
@@ -385,8 +461,13 @@ def _may_become_whole(state: State, claim: Claim, step: int, there: set[tuple[in
     return running
 
 
-def _adopt(state: State, claim: Claim, record: Record, log: LogView, comparisons: Comparisons) -> Procedure:
-    """Adopt whole undecided steps in ascending order; True when something vanished meanwhile: begin again."""
+def _adopt(
+    state: State, claim: Claim, record: Record, log: LogView, comparisons: Comparisons, *, is_last: bool
+) -> Procedure:
+    """Adopt whole undecided steps in ascending order; True when something vanished meanwhile: begin again.
+
+    The last time, a step of which an index is not there is passed over.
+    """
     listing = yield ListKeys(prefix=keys.INDEX_PREFIX, label="list_candidates")
     # Newer than the newest record, in its own timeline, and no record: these are abort markers.
     decided = log.decision_keys(Timeline.parse(record.timeline))
@@ -394,8 +475,15 @@ def _adopt(state: State, claim: Claim, record: Record, log: LogView, comparisons
     state.adopted = []
     for step, refs in history.candidates(claim=claim, record=record, index_keys=listing, aborted=aborted):
         blobs = yield GetMany(keys=tuple(ref.key for ref in refs), label="read_candidates")
-        if any(blob is None for blob in blobs):
+        vanished = [ref for ref, blob in zip(refs, blobs, strict=True) if blob is None]
+        if vanished and not is_last:
             return True
+        if vanished:
+            # What it would have shown is unknown: steps behind it are not taken uncompared on the word of one before it.
+            comparisons.differed = max(comparisons.differed, step)
+            text = f"step {step}: LIST shows {vanished[0].key!r}, and GET does not find it, {MAX_RESOLVES} times"
+            state.log("not_adopted", step=step, of=record.timeline, error=text)
+            continue
         listed = [*state.listed.keeps, *(ref for ref, _ in state.adopted)]
         arguments = (claim, step, refs, blobs, listed, state.stamp(), replace(comparisons))
         verdict = yield Compute(function=history.adoption, arguments=arguments)
