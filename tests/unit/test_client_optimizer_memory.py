@@ -91,6 +91,22 @@ def test_an_optimizer_that_is_left_out_keeps_the_rate_it_shares(make: Make, choi
     assert rate_of(here["one"]) is rate_of(here["two"])
 
 
+def test_a_wrapper_that_is_dropped_lends_its_groups(make: Make) -> None:
+    """Its groups are those of the inner one, which is restored: their rate is filled in place."""
+
+    def made(value: float) -> tuple[torch.Tensor, dict[str, Any]]:
+        rate, net = torch.tensor(value), nn.Linear(2, 2)
+        inner, wrapper = optim.SGD(net.parameters(), lr=rate), optim.SGD(net.parameters())
+        wrapper.param_groups, wrapper.state = inner.param_groups, inner.state
+        return rate, {"net": net, "inner": inner, "wrapper": wrapper}
+
+    saved(make, made(0.5)[1])
+    rate, here = made(0.1)
+    opened(make, here).restore(drop=("wrapper",))
+    assert rate_of(here["inner"]) is rate
+    assert rate.item() == 0.5
+
+
 def test_what_is_dropped_keeps_the_rate_that_lies_in_it(make: Make) -> None:
     """In a parameter of a module, and as one element of a buffer: neither is written through the optimizer."""
 
@@ -336,6 +352,28 @@ def test_sharded_state_of_another_shape_comes_back_sharded(make: Make, pair: Dev
     assert isinstance(row, DTensor)
     assert (column.placements, row.placements, type(own)) == ((Replicate(),), (Shard(0),), torch.Tensor)
     assert (column.to_local().tolist(), row.to_local().tolist()) == ([[5.0, 5.0]], [[6.0]])
+
+
+def test_a_rank_without_elements_refuses_what_the_others_would_hold_whole(make: Make) -> None:
+    """One row of many, sharded: the first rank would take all of it for a replica, so the second does not go along."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        both = DeviceMesh("cpu", [0, 1])
+
+        def made() -> Any:
+            return beside(both, sharded(both, torch.ones(4, 2)))
+
+        net, optimizer, things = made()
+        row = DTensor.from_local(
+            torch.empty(0, 2), both, [Shard(0)], run_check=False, shape=torch.Size([1, 2]), stride=(2, 1)
+        )
+        optimizer.state[net[0]] = {"row": row}
+        saved(make, things, process_group=dist.new_group([1]))
+        with pytest.raises(InvalidRequest, match="nothing here says how to hold it") as caught:
+            opened(make, made()[2], process_group=dist.new_group([1])).restore()
+        assert "optimizer/state/0/row" in str(caught.value)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_names_here_go_with_where_each_step_counter_lies() -> None:
