@@ -202,7 +202,7 @@ def test_a_rank_that_asks_again_while_its_slot_is_made_is_answered(tmp_path: Pat
             may_go_on.wait(DEADLINE_S)
             return acquire(*arguments, **more)
 
-        node.held.pool.acquire = held_up  # type: ignore[method-assign, assignment]
+        node.held.pool.acquire = held_up  # type: ignore[method-assign]
         first, other = node.asks(0), node.asks(1)
         await asyncio.sleep(0)
         node.link.saves.on_message(GO)
