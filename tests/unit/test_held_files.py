@@ -56,7 +56,7 @@ class Agent:
             uploader=None,  # type: ignore[arg-type] # nothing is uploaded
             on_change=lambda _: None,
         )
-        self.held.uploads.add = lambda snapshot: None  # type: ignore[method-assign]
+        self.held.uploads.add = lambda _: None  # type: ignore[method-assign, assignment]
 
     async def stage(self, step: int, how: HeldPlan) -> Snapshot:
         """Save a step that nobody decides."""
