@@ -188,6 +188,29 @@ def test_a_flipped_bit_at_rest_is_found_named_and_left_for_the_step_before(agent
     assert victim.exists(), "a quarantined step is left alone"
 
 
+def test_two_bad_steps_in_a_row_are_left_for_the_one_before(agents: Agents, tmp_path: Path) -> None:
+    """A chunk of the newest is gone, then the indexes of the next: ranks that ask once more for that one get the third."""
+    root = tmp_path / "root"
+    nodes = [agents.new(), agents.new()]
+    job = Job(f"file://{root}", nodes, 1)
+    for step in (1, 2, 3):
+        job.save(step)
+        job.wait(step)
+    job.detach()
+    for node in nodes:
+        node.kill()
+        node.wipe()
+        node.start()
+    next(path for path in (root / "chunks").rglob("*.000000000003.*") if path.is_file()).unlink()
+    for path in list((root / "index").glob("000000000002.*/*.pb")):
+        path.unlink()
+    again = Job(f"file://{root}", nodes, 1)
+    answers = again.restored()
+    again.check(answers, 1)
+    assert [[bad.step.step for bad in found.fell_back_from] for found, _, _ in answers] == [[3, 2]] * 2
+    again.detach()
+
+
 def test_a_second_start_of_a_living_job_is_refused_and_a_takeover_fences_the_first(
     agents: Agents, tmp_path: Path
 ) -> None:

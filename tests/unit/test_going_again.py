@@ -1,4 +1,4 @@
-"""A node that is told go for one step more than once, as after a reconnect: each rank has one slot of it, and an answer."""
+"""A node that is told go for one step more than once, or for one number in two timelines: each time each rank has one slot."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from ckptd.daemon.slot_header import SlotState
 from ckptd.daemon.telemetry import EventLog
 from ckptd.daemon.uploader import Uploader
 from ckptd.protos import error_pb2, shard_table
-from ckptd.protos.agent_pb2 import AttachRequest, BeginReply, BeginRequest
+from ckptd.protos.agent_pb2 import AttachRequest, BeginReply, BeginRequest, StagedRequest
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
-from ckptd.protos.snapshot_pb2 import AliasTable, HeldPlan
+from ckptd.protos.snapshot_pb2 import AliasTable, HeldPlan, StepRef
 from ckptd.storage_backends.memory import MemoryStore
 
 TIMELINE = "00000001-aaaaaaaaaaaa"
+NEXT_TIMELINE = "00000002-bbbbbbbbbbbb"
 LAYOUT, PLAN = b"layout", b"plan"
 DEADLINE_S = 60.0
 GO = CoordinatorMessage(begin=CoordinatorMessage.BeginDecision(step=7, timeline=TIMELINE, go=True, plan_digest=PLAN))
@@ -99,6 +100,40 @@ class Node:
         """Let a rank ask to save step 7."""
         request = BeginRequest(session=str(rank), step=7, layout_digest=LAYOUT, tail_bytes=100)
         return asyncio.get_running_loop().create_task(self.link.saves.begin(self.sessions[rank], request))
+
+    async def goes(self, timeline: str) -> list[BeginReply]:
+        """Let both ranks begin step 7 in a timeline, which lists the step of the first one."""
+        keeps = [StepRef(step=7, timeline=TIMELINE)] if timeline != TIMELINE else []
+        started = CoordinatorMessage.Started(timeline=timeline, keeps=keeps)
+        self.link.saves.on_message(CoordinatorMessage(started=started))
+        calls = [self.asks(rank) for rank in range(2)]
+        await asyncio.sleep(0)
+        go = CoordinatorMessage()
+        go.CopyFrom(GO)
+        go.begin.timeline = timeline
+        self.link.saves.on_message(go)
+        return await asyncio.wait_for(asyncio.gather(*calls), DEADLINE_S)
+
+    async def saved(self, timeline: str, fill: int) -> list[BeginReply]:
+        """Let both ranks save step 7 in a timeline, and the step be committed."""
+        self.held.uploads.add = lambda _: None  # type: ignore[method-assign, assignment]
+        replies = await self.goes(timeline)
+        for rank, reply in enumerate(replies):
+            self.stage(rank, reply, fill)
+        self.held.committed(self.held.snapshots[timeline, 7])
+        return replies
+
+    def stage(self, rank: int, reply: BeginReply, fill: int) -> None:
+        """Let a rank fill the slot it was given, and say so."""
+        with Path(reply.path).open("r+b") as file:
+            file.seek(reply.data_offset)
+            file.write(bytes([fill]) * reply.data_bytes)
+        request = StagedRequest(session=str(rank), step=7, slot=reply.slot)
+        self.link.saves.staged(self.sessions[rank], request)
+
+    def staged(self) -> list[tuple[int, str]]:
+        """Return (rank, timeline) of what was staged, as the coordinator is told."""
+        return [(one.staged.rank, one.staged.timeline) for one in self._said if one.HasField("staged")]
 
     def failures(self) -> list[str]:
         """Return why steps failed, as the coordinator is told."""
@@ -198,5 +233,36 @@ def test_a_rank_that_was_away_when_slots_were_made_hears_so_at_once(tmp_path: Pa
             await asyncio.wait_for(again, DEADLINE_S / 2)
         assert (caught.value.error.reason, caught.value.error.rank) == (error_pb2.REASON_ABORTED, 0)
         assert node.failures() == [caught.value.error.message]
+
+    play(tmp_path, act)
+
+
+def test_a_number_of_the_timeline_before_gets_slots_of_its_own(tmp_path: Path) -> None:
+    """The coordinator came back in the living run, and the script uses the number again: the committed step keeps its bytes."""
+
+    async def act(node: Node) -> None:
+        replies = {TIMELINE: await node.saved(TIMELINE, 1), NEXT_TIMELINE: await node.saved(NEXT_TIMELINE, 2)}
+        assert node.failures() == []
+        assert node.staged() == [(rank, timeline) for timeline in (TIMELINE, NEXT_TIMELINE) for rank in range(2)]
+        for timeline, fill in ((TIMELINE, 1), (NEXT_TIMELINE, 2)):
+            slots = node.held.snapshots[timeline, 7].slots
+            assert {rank: set(slot.data) for rank, slot in slots.items()} == {0: {fill}, 1: {fill}}
+            assert [str(slot.path) for slot in slots.values()] == [reply.path for reply in replies[timeline]]
+
+    play(tmp_path, act)
+
+
+def test_what_was_given_up_is_not_staged_as_the_step_of_that_number_before(tmp_path: Path) -> None:
+    """The rank that has filled its slot hears that the step is over, and the coordinator nothing of the committed one."""
+
+    async def act(node: Node) -> None:
+        await node.saved(TIMELINE, 1)
+        replies = await node.goes(NEXT_TIMELINE)
+        told = node.staged()
+        node.held.drop(node.held.snapshots[NEXT_TIMELINE, 7])
+        with pytest.raises(DaemonError) as caught:
+            node.stage(0, replies[0], 2)
+        assert caught.value.error.reason == error_pb2.REASON_ABORTED
+        assert node.staged() == told
 
     play(tmp_path, act)

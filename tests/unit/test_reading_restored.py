@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +26,11 @@ from ckptd.daemon.chunks import ChunkSpan, StreamLayout
 from ckptd.daemon.orphans import free_orphans
 from ckptd.daemon.restore_attempt import Attempt
 from ckptd.daemon.restores import NodeRestore
+from ckptd.daemon.shared_files import SharedFile
 from ckptd.daemon.slots import DATA_OFFSET, SlotFile, SlotPool, SlotState
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.error_pb2 import Error
+from ckptd.storage_backends import file_locks
 
 JOB = "ab" * 32
 NBYTES = 1 << 20
@@ -252,6 +257,76 @@ def test_a_slot_that_is_deleted_keeps_its_bytes_for_its_reader(shm_dir: Path) ->
     pool.release_dead(keep=())
     assert list(shm_dir.iterdir()) == []
     assert rank.copies_the_rest()
+
+
+def orphan(pool: SlotPool) -> Callable[[], Any]:
+    """The agent is dead, nothing says what its slot holds, and another agent cleans up."""
+    folder = pool.slots[0].path.parent
+    pool.close()
+    return lambda: free_orphans(folder)
+
+
+def of_a_dead_run(pool: SlotPool) -> Callable[[], Any]:
+    """Nobody needs the step any more."""
+    return lambda: pool.release_dead(keep=())
+
+
+def of_an_older_file(pool: SlotPool) -> Callable[[], Any]:
+    """The agent died between making a replacement and deleting the old one."""
+    folder = pool.slots[0].path.parent
+    pool.close()
+    second = SlotPool(folder, JOB, touch=False)
+    staged(second, 8, 6)
+    second.close()
+    third = SlotPool(folder, JOB, touch=False)
+    return lambda: (third.adopt(), third.release_dead(keep=()))
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_OFD_GETLK"), reason="this system has no such locks")
+@pytest.mark.parametrize("deleted", [orphan, of_a_dead_run, of_an_older_file])
+def test_a_slot_is_free_before_its_readers_are_looked_for(
+    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, deleted: Callable[[SlotPool], Callable[[], Any]]
+) -> None:
+    """A rank has opened it, and says that it reads it when the agent has just looked: it must see that it comes too late."""
+    pool = SlotPool(shm_dir, JOB, touch=False)
+    slot = staged(pool, 7, 5)
+    path, head = str(slot.path), slot.head
+    delete = deleted(pool)
+    opened, looked, compared = threading.Event(), threading.Event(), threading.Event()
+    is_read, share = SharedFile.is_read, file_locks.share
+
+    def looks(file: SharedFile) -> bool:
+        found = is_read(file)
+        if str(file.path) == path:
+            looked.set()
+            assert compared.wait(60)
+        return found
+
+    def says(handle: int) -> bool:
+        opened.set()
+        assert looked.wait(60)
+        return share(handle)
+
+    monkeypatch.setattr(SharedFile, "is_read", looks)
+    monkeypatch.setattr(file_locks, "share", says)
+    files = SharedFiles({path: head})
+    with ThreadPoolExecutor(1) as threads:
+
+        def reads() -> torch.Tensor | None:
+            try:
+                return files.read(path, DATA_OFFSET, NBYTES)
+            except SessionLostError:
+                return None
+            finally:
+                compared.set()
+
+        reader = threads.submit(reads)
+        assert opened.wait(60)
+        delete()
+        assert looked.is_set()
+        found = reader.result(60)
+    assert found is None or bool((found == 7).all())
+    files.close()
 
 
 @pytest.mark.parametrize("holds", ["free", "another step"])

@@ -12,10 +12,12 @@ from fixtures.node_restores import chosen, node_restore
 
 from ckptd.daemon import restore_plan
 from ckptd.daemon.any_mesh import Wanted
-from ckptd.daemon.errors import CorruptError
+from ckptd.daemon.errors import CorruptError, DaemonError
 from ckptd.daemon.restore_attempt import Attempt
+from ckptd.daemon.restores import NodeRestore
+from ckptd.daemon.session import Session
 from ckptd.protos import error_pb2
-from ckptd.protos.agent_pb2 import RestoreRequest
+from ckptd.protos.agent_pb2 import FetchedPart, RestoreRequest
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
 from ckptd.protos.error_pb2 import Error
 
@@ -185,6 +187,114 @@ def test_an_offer_that_comes_again_answers_a_rank_that_asked_again(monkeypatch: 
         return list(await asyncio.wait_for(asked, 10))
 
     assert asyncio.run(play()) == [1, "stored", 0]
+
+
+async def ready_again(restores: NodeRestore, session: Session, wanted: Wanted) -> asyncio.Task[list[FetchedPart]]:
+    """A rank's connection broke after the coordinator was told that it is ready: it asks, and wants, once more."""
+    restores.on_message(chosen(1))
+    attempt = restores._attempt
+    assert attempt is not None
+    attempt.loaded.set_result("stored")  # type: ignore[arg-type]
+    first = asyncio.get_running_loop().create_task(restores.want(session, 1, Wanted(), None))
+    await asyncio.sleep(0)
+    assert attempt.fetching
+    first.cancel()
+    attempt.plan, attempt.ready = SimpleNamespace(parts=lambda rank: [rank], arena_file=None), True  # type: ignore[assignment]
+    asked = asyncio.get_running_loop().create_task(restores.ask(session, RestoreRequest()))
+    await asyncio.sleep(0)
+    restores.on_message(chosen(1))
+    await asyncio.wait_for(asked, 10)
+    again = asyncio.get_running_loop().create_task(restores.want(session, 1, wanted, None))
+    await asyncio.sleep(0)
+    return again
+
+
+def test_a_wish_that_comes_again_is_ready_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator says go again to a rank that says that it is ready, and nobody else would have this one answered."""
+    monkeypatch.setattr(Attempt, "stored_parts", lambda *_: [])
+    said: list[NodeMessage] = []
+
+    async def play() -> list[Any]:
+        restores, session = node_restore(said)
+        again = await ready_again(restores, session, Wanted())
+        restores.on_message(CoordinatorMessage(restore_go=CoordinatorMessage.RestoreGo(attempt=1)))
+        return list(await asyncio.wait_for(again, 10))
+
+    assert asyncio.run(play()) == [0]
+    kinds = [message.WhichOneof("kind") for message in said]
+    assert kinds == ["restore_wanted", "restore", "restore_wanted", "restore_ready"]
+    assert (said[-1].restore_ready.rank, said[-1].restore_ready.attempt) == (0, 1)
+
+
+def test_another_wish_is_not_answered_with_what_was_fetched_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are given by row: those of one wish are other tensors' in another one. The restore fails on all ranks."""
+    monkeypatch.setattr(Attempt, "stored_parts", lambda *_: [])
+    said: list[NodeMessage] = []
+
+    async def play() -> Error:
+        restores, session = node_restore(said)
+        again = await ready_again(restores, session, Wanted(objects=["other"]))
+        error = said[-1].restore_failed.error
+        restores.on_message(CoordinatorMessage(restore_error=CoordinatorMessage.RestoreError(attempt=1, error=error)))
+        with pytest.raises(DaemonError) as caught:
+            await asyncio.wait_for(again, 10)
+        return caught.value.error
+
+    assert asyncio.run(play()).reason == error_pb2.REASON_INVALID_ARGUMENT
+    assert "restore_ready" not in [message.WhichOneof("kind") for message in said]
+
+
+@pytest.mark.parametrize("then", ["an older step", "an error"])
+def test_a_rank_that_asks_after_two_bad_steps_in_a_row_is_answered(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """A chunk of the newest step is bad, then the index of the next: the answer comes with the third, or as the error of all."""
+    monkeypatch.setattr(
+        Attempt, "stored_parts", lambda self, _held, stored, rank, _ranks, _detail: [self.number, stored, rank]
+    )
+
+    def load(*_: object, **__: object) -> str:
+        if attempts[-1].number == 2:
+            raise CorruptError.of("the index is gone")
+        return "stored"
+
+    monkeypatch.setattr(restore_plan, "load", load)
+    attempts: list[Attempt] = []
+
+    async def offered(restores: NodeRestore, number: int) -> None:
+        restores.on_message(chosen(number))
+        assert restores._attempt is not None
+        attempts.append(restores._attempt)
+        await restores._load(attempts[-1])
+
+    async def play() -> list[Any]:
+        said: list[NodeMessage] = []
+        restores, session = node_restore(said)
+        restores._held.store = None  # type: ignore[assignment] # not reached
+        loop = asyncio.get_running_loop()
+        first = loop.create_task(restores.ask(session, RestoreRequest()))
+        await asyncio.sleep(0)
+        await offered(restores, 1)
+        await first
+        wants = loop.create_task(restores.want(session, 1, Wanted(), CorruptError.of("a chunk is bad").error))
+        await asyncio.sleep(0)
+        restores.on_message(chosen(2))
+        assert (await wants)[0].superseded
+        asks = loop.create_task(restores.ask(session, RestoreRequest()))
+        await asyncio.sleep(0)
+        assert restores._attempt is not None
+        attempts.append(restores._attempt)
+        await restores._load(attempts[-1])
+        assert said[-1].restore_failed.attempt == 2
+        if then == "an error":
+            bad = Error(reason=error_pb2.REASON_CORRUPT, message="no good step is left")
+            restores.on_message(CoordinatorMessage(restore_error=CoordinatorMessage.RestoreError(attempt=2, error=bad)))
+        else:
+            await offered(restores, 3)
+        try:
+            return list(await asyncio.wait_for(asks, 10))
+        except DaemonError as error:
+            return [error.error.message]
+
+    assert asyncio.run(play()) == ([3, "stored", 0] if then == "an older step" else ["no good step is left"])
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["works", "fails"])

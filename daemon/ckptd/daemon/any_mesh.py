@@ -53,6 +53,11 @@ class Wanted:
         if part.HasField("terms"):
             self.terms = part.terms
 
+    def is_same(self, other: Wanted) -> bool:
+        """Say whether the same bytes are wanted, in the same order."""
+        mine, others = [(one.tables, one.row_ranks, one.objects, one.object_ranks) for one in (self, other)]
+        return mine == others
+
     def rows(self) -> ShardTable:
         """Return all rows as one table.
 

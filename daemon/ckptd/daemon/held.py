@@ -1,9 +1,10 @@
 """What this node holds of one job: slots and staged snapshots. Outlives runs and trainers.
 
-Owns: the life of a snapshot's local part (writing, staged, sealed, committed or dropped), and the files that let a restarted
-agent finish it. Does not own: uploads (`upload_queue`), deciding (the coordinator), sessions (`run_link`). Invariant: a slot is
-freed only when its step was aborted, when its timeline was resolved without it, or when a committed one is needed for a newer
-step; never while its bytes are being read.
+Owns: the life of a snapshot's local part (writing, staged, sealed, committed or dropped), and when a restarted agent can finish
+it. Does not own: files beside the slots (`held_files`), uploads (`upload_queue`), deciding (the coordinator), sessions
+(`run_link`). Invariant: a slot is freed only when its step was aborted, when its timeline was resolved without it, when a
+committed one is needed for a newer step, or when a restarted agent finds its step torn or not described as it was begun;
+never while its bytes are being read.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ckptd.daemon.arena import Arena
 from ckptd.daemon.chunks import stream_layout
 from ckptd.daemon.errors import DaemonError, FormatError
 from ckptd.daemon.fetcher import Fetcher
-from ckptd.daemon.shared_files import is_full, no_space
+from ckptd.daemon.held_files import HeldFiles
 from ckptd.daemon.slots import SlotFile, SlotHeader, SlotPool, SlotState
 from ckptd.daemon.snapshots import RankPlan, Snapshot, Stage
 from ckptd.daemon.telemetry import EventLog
@@ -66,7 +67,9 @@ class HeldJob:
         self.pool = SlotPool(shm_dir, job_digest(root, job))
         self.arena = Arena(shm_dir, job_digest(root, job), restore_window_bytes)
         self.snapshots: dict[tuple[str, int], Snapshot] = {}
+        self._files = HeldFiles(shm_dir, job_digest(root, job))
         self._plans: dict[tuple[int, bytes], RankPlan] = {}
+        """By rank and digest of the plan, as last learned: a snapshot's own may have other ties."""
         self.uploads = UploadQueue(
             node=node,
             job=job,
@@ -88,24 +91,32 @@ class HeldJob:
 
     async def learn_plan(self, held: HeldPlan) -> RankPlan:
         """Lay the rank's stream out by a plan, and keep the plan for a restart."""
-        layout = await asyncio.get_running_loop().run_in_executor(
-            self._threads, stream_layout, held.rank, held.rows, list(held.writer)
-        )
-        plan = RankPlan(held=held, layout=layout)
-        self._plans[(held.rank, held.plan_digest)] = plan
-        self._forget_plans(held.rank)
-        path = self._plan_path(held.rank, held.plan_digest)
+        loop = asyncio.get_running_loop()
+        layout = await loop.run_in_executor(self._threads, stream_layout, held.rank, held.rows, list(held.writer))
         failpoint("held.before_plan_file")
-        await asyncio.get_running_loop().run_in_executor(self._threads, _write, path, held.SerializeToString())
+        digest = await loop.run_in_executor(self._threads, self._files.write_plan, held)
+        plan = RankPlan(held=held, layout=layout, digest=digest)
+        async with self._slots_changing:  # a step that is being begun may need the one before
+            self._plans[held.rank, held.plan_digest] = plan
+            self._forget_plans(held.rank)
         return plan
 
     def _forget_plans(self, rank: int) -> None:
-        """Drop a rank's oldest plans, and their files, but for those that a snapshot needs."""
+        """Drop a rank's oldest plans, and all files, but for those that a snapshot needs."""
         needed = {snapshot.about.plan_digest for snapshot in self.snapshots.values()}
         mine = [key for key in self._plans if key[0] == rank and key[1] not in needed]
         for key in mine[:-PLANS_KEPT]:
             del self._plans[key]
-            self._plan_path(*key).unlink(missing_ok=True)
+        self._keep_plan_files()
+
+    def _keep_plan_files(self) -> None:
+        """Delete the files of plans that nothing was begun with, and nothing will be."""
+        known = {(rank, plan.digest) for (rank, _), plan in self._plans.items()}
+        self._files.keep_plans(known | self._begun_with())
+
+    def _begun_with(self) -> set[tuple[int, bytes]]:
+        """Return rank and digest of every plan that a snapshot was begun with."""
+        return {(rank, plan.digest) for one in self.snapshots.values() for rank, plan in one.plans.items()}
 
     # ------------------------------------------------------------ slots
 
@@ -139,6 +150,8 @@ class HeldJob:
         self, about: HeldSnapshot, tails: dict[int, int], numbers: dict[int, int], processes: dict[int, str]
     ) -> Snapshot:
         plans = {rank: self._plans[(rank, about.plan_digest)] for rank in tails}
+        # A rank that is away has none, and nobody will finish the step.
+        about.plans.extend(plans[rank].digest if rank in plans else b"" for rank in about.ranks)
         snapshot = Snapshot(about=about, plans=plans)
         failpoint("held.before_reserve")
         try:
@@ -164,7 +177,7 @@ class HeldJob:
                 )
                 snapshot.slots[rank] = slot
             failpoint("held.before_snapshot_file")
-            _write(self._snapshot_path(snapshot), about.SerializeToString())
+            self._files.write_snapshot(about)
         except BaseException:
             for slot in snapshot.slots.values():
                 slot.free()
@@ -249,7 +262,7 @@ class HeldJob:
         failpoint("held.before_free")
         if self.snapshots.get(snapshot.key) is snapshot:
             del self.snapshots[snapshot.key]
-        self._snapshot_path(snapshot).unlink(missing_ok=True)
+            self._files.forget_snapshot(snapshot.key)
         for slot in snapshot.slots.values():
             slot.free()
         snapshot.slots = {}
@@ -278,10 +291,10 @@ class HeldJob:
             found.setdefault((slot.header.timeline, slot.header.step), {})[slot.rank] = slot
         adopted = []
         for key in sorted(found):
-            snapshot = self._readopt(key, found[key])
-            if snapshot is None:
-                for slot in found[key].values():
-                    slot.free()
+            try:
+                snapshot = self._readopt(key, found[key])
+            except (DaemonError, ValueError) as failure:
+                self._give_up(key, found[key].values(), failure)
                 continue
             self.snapshots[key] = snapshot
             adopted.append(snapshot)
@@ -295,22 +308,46 @@ class HeldJob:
             )
             if snapshot.stage is Stage.STAGED:
                 self.uploads.add(snapshot)
+        self._files.renew(adopted)
+        for snapshot in adopted:
+            for rank, plan in snapshot.plans.items():
+                if plan.digest:  # else no step can be begun with it: an agent after this one would not find it
+                    self._plans[rank, snapshot.about.plan_digest] = plan
+        self._keep_plan_files()
         return adopted
 
-    def _readopt(self, key: tuple[str, int], slots: dict[int, SlotFile]) -> Snapshot | None:
-        path = self._folder / _snapshot_name(self.pool_digest, *key)
-        try:
-            about = HeldSnapshot.FromString(path.read_bytes())
-            plans = {}
-            for rank in slots:
-                held = HeldPlan.FromString(self._plan_path(rank, about.plan_digest).read_bytes())
-                plans[rank] = RankPlan(held=held, layout=stream_layout(rank, held.rows, list(held.writer)))
-                self._plans[(rank, held.plan_digest)] = plans[rank]
-        except (OSError, ValueError):
-            return None
-        if set(slots) != set(about.ranks):
-            return None  # a rank had not staged: the node's part is torn
+    def _readopt(self, key: tuple[str, int], slots: dict[int, SlotFile]) -> Snapshot:
+        """Put a step together from what an agent before wrote of it.
+
+        Raises:
+            DaemonError: as `HeldFiles.read`.
+            ValueError: rows and writers make no stream.
+        """
+        about, found = self._files.read(key, slots)
+        digests = dict(zip(about.ranks, about.plans, strict=False))  # an older agent wrote none
+        plans = {
+            rank: RankPlan(
+                held=held,
+                layout=stream_layout(rank, held.rows, list(held.writer)),
+                digest=digests.get(rank, b""),
+            )
+            for rank, held in found.items()
+        }
         return Snapshot(about=about, plans=plans, slots=slots, staged=set(slots), stage=Stage.STAGED, resumed=True)
+
+    def _give_up(self, key: tuple[str, int], slots: Collection[SlotFile], why: Exception) -> None:
+        """Free the slots of a step that cannot be described as it was begun, and say so."""
+        self._log.emit(
+            "slots_given_up",
+            job=self.job,
+            timeline=key[0],
+            step=key[1],
+            ranks=sorted(slot.rank for slot in slots),
+            node=self._node,
+            error=str(why),
+        )
+        for slot in slots:
+            slot.free()
 
     @property
     def pool_digest(self) -> str:
@@ -340,47 +377,20 @@ class HeldJob:
         self.pool.release_dead(keep=self.snapshots)
         if any(path not in ours for path in self._folder.glob(f"{self.pool_digest[:16]}.*.slot")):
             return len(empty), nbytes  # another agent in this folder serves the job: its files tell of its snapshots
-        needed = {(rank, one.about.plan_digest) for one in self.snapshots.values() for rank in one.slots}
-        self._plans = {key: plan for key, plan in self._plans.items() if key in needed}
-        kept = {*map(self._snapshot_path, self.snapshots.values()), *(self._plan_path(*key) for key in needed)}
-        useless = [path for path in self._folder.glob(f"{self.pool_digest[:16]}.*.pb") if path not in kept]
-        for path in useless:
-            path.unlink(missing_ok=True)
-        return len(empty) + len(useless), nbytes
+        needed = self._begun_with()
+        self._plans = {key: plan for key, plan in self._plans.items() if (key[0], plan.digest) in needed}
+        useless = self._files.keep_only(self.snapshots.values())
+        self._keep_plan_files()
+        return len(empty) + useless, nbytes
 
     def forget(self) -> None:
         """Delete every slot and file of the job on this node."""
         for snapshot in list(self.snapshots.values()):
             self.drop(snapshot)
         self.pool.release_dead(keep=())
-        for path in self._folder.glob(f"{self.pool_digest[:16]}.*.pb"):
-            path.unlink(missing_ok=True)
-
-    def _plan_path(self, rank: int, plan_digest: bytes) -> Path:
-        return self._folder / f"{self.pool_digest[:16]}.plan.{plan_digest.hex()[:32]}.r{rank}.pb"
-
-    def _snapshot_path(self, snapshot: Snapshot) -> Path:
-        return self._folder / _snapshot_name(self.pool_digest, *snapshot.key)
+        self._files.keep_only(())
 
 
 def job_digest(root: str, job: str) -> str:
     """Return the hex digest that names a job's files on a node."""
     return blake3.blake3(f"{root}\0{job}".encode()).hexdigest()
-
-
-def _snapshot_name(digest: str, timeline: str, step: int) -> str:
-    return f"{digest[:16]}.snapshot.{timeline}.{step:012d}.pb"
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Write a small file whole: a reader sees the old one or the new one."""
-    fresh = path.with_suffix(".new")
-    try:
-        fresh.touch(mode=0o600)
-        fresh.write_bytes(data)
-        fresh.replace(path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        if is_full(error):
-            raise no_space(path.parent, len(data), error) from error
-        raise

@@ -43,6 +43,10 @@ def free_orphans(shm_dir: Path, *, leave: Collection[str] = ()) -> tuple[int, in
             file.close()
             continue
         count, nbytes = count + 1, nbytes + file.nbytes
+        if path.suffix == ".slot" and file.nbytes >= HEADER_BYTES:
+            # A rank may hold it open that has not said yet that it reads it. It compares the header after that: either it finds
+            # another one, or it is found here.
+            file.view[:HEADER_BYTES] = bytes(HEADER_BYTES)
         # A rank may still copy what its dead agent fetched: its memory goes with the last who has it mapped.
         file.remove(punch=path.suffix == ".slot")
     for path in mine:

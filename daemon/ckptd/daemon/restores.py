@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckptd.daemon import any_mesh
 from ckptd.daemon.any_mesh import Wanted
-from ckptd.daemon.errors import DaemonError
+from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.held import HeldJob
 from ckptd.daemon.restore_attempt import Ask, Attempt, Want
 from ckptd.daemon.restore_plan import Stored
@@ -70,16 +70,20 @@ class NodeRestore:
         rank = session.rank
         session.about.ClearField("restored")
         attempt = self._attempt
-        if rank in self._superseded and attempt is not None:
+        offered = attempt if rank in self._superseded else None
+        if offered is not None:
             self._superseded.discard(rank)
-            stored = await self._within(asyncio.shield(attempt.loaded), timeout, session)
-            if self._attempt is attempt:
-                attempt.told.add(rank)
-                return attempt.stored_parts(self._held, stored, rank, sorted(self._link.ranks), request.detail)
+            if offered.loaded.done():
+                offered.told.add(rank)
+                stored = offered.loaded.result()
+                return offered.stored_parts(self._held, stored, rank, sorted(self._link.ranks), request.detail)
         ask = Ask(request=request, answer=asyncio.get_running_loop().create_future())
         self._asks[rank] = ask
-        self._deadlines[rank] = time.monotonic() + timeout - min(HEAD_START_S, timeout / 5)
-        self._link.say(self._restore_message(rank, request))
+        # Where the next step is offered already, the coordinator waits for no question of this rank: the answer comes with that
+        # step, with the one after it where that one cannot be had, or as the error of all.
+        if offered is None:
+            self._deadlines[rank] = time.monotonic() + timeout - min(HEAD_START_S, timeout / 5)
+            self._link.say(self._restore_message(rank, request))
         try:
             return await self._within(ask.answer, timeout, session)
         finally:
@@ -100,11 +104,16 @@ class NodeRestore:
             self._superseded.add(session.rank)
             return [FetchedPart(superseded=True)]
         want = Want(wanted=wanted, answer=asyncio.get_running_loop().create_future())
+        before = attempt.wants.get(session.rank)
         attempt.wants[session.rank] = want
+        if refused is None and attempt.fetching and before is not None and not before.wanted.is_same(wanted):
+            refused = _other_wish(session.rank)
         if refused is not None:
             self._failed(attempt, session.rank, refused)
         else:
             self._say_wanted(attempt, session.rank)
+            if attempt.ready:  # its connection broke: go is said again to a rank that is ready, and to nobody else
+                self._say_ready(attempt, session.rank)
             if not attempt.fetching and set(attempt.wants) >= self._restoring():
                 attempt.fetching = True
                 self._link.spawn(self._fetch(attempt))
@@ -315,8 +324,8 @@ class NodeRestore:
             return told.error
         return any_mesh.with_names(told.error, told.unused, attempt.loaded.result().sections)
 
-    def _say_ready(self, attempt: Attempt) -> None:
-        for rank in attempt.wants:
+    def _say_ready(self, attempt: Attempt, only: int | None = None) -> None:
+        for rank in attempt.wants if only is None else [only]:
             self._link.say(NodeMessage(restore_ready=NodeMessage.RestoreReady(rank=rank, attempt=attempt.number)))
 
     def _failed(self, attempt: Attempt, rank: int, error: Error) -> None:
@@ -367,3 +376,14 @@ class NodeRestore:
                 node=self._node,
                 phase="restore",
             ) from None
+
+
+def _other_wish(rank: int) -> Error:
+    """It was fetched what the rank wanted before: those places mean something else in its new wish."""
+    return make_error(
+        error_pb2.REASON_INVALID_ARGUMENT,
+        f"rank {rank} asks for one step once more, and wants something else of it than before",
+        hint="restore again, on all ranks",
+        rank=rank,
+        phase="restore",
+    )

@@ -106,7 +106,9 @@ class NodeSave:
     def staged(self, session: Session, request: StagedRequest) -> None:
         """A rank has filled its slot."""
         snapshot = self.snapshot(request.step)
-        if snapshot is None or session.rank not in snapshot.slots:
+        slot = snapshot.slots.get(session.rank) if snapshot is not None else None
+        # Another slot: that step was given up, and what is here is of the same number in the timeline before.
+        if snapshot is None or slot is None or slot.number != request.slot:
             raise DaemonError.of(
                 f"step {request.step}: it was given up meanwhile",
                 reason=error_pb2.REASON_ABORTED,
@@ -205,7 +207,10 @@ class NodeSave:
         waiting = self._waiting(decision.step)
         if not waiting:
             return
-        snapshot = self.snapshot(decision.step)
+        # Of this timeline: one before may have committed a step of that number, and its slots are what restores read.
+        snapshot = self._held.snapshots.get(key)
+        if snapshot is not None and snapshot.dropped:
+            snapshot = None
         self._going[key] = None
         try:
             if snapshot is None:

@@ -115,6 +115,7 @@ class SlotPool:
             if held is not None:
                 # An agent died between making a replacement and deleting the old one.
                 older, slot = sorted((held, slot), key=lambda each: (each.header.timeline, each.header.step))
+                older.free()  # its readers are looked for when it says so
                 older.unlink()
             self._slots[rank, number] = slot
         return [slot for slot in self.slots if slot.header.state is SlotState.STAGED]
@@ -135,6 +136,7 @@ class SlotPool:
                 continue
             dropped.append(header)
             del self._slots[key]
+            slot.free()
             slot.unlink()
         return dropped
 

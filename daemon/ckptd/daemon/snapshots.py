@@ -27,10 +27,17 @@ class Stage(Enum):
 
 @dataclass(kw_only=True, slots=True)
 class RankPlan:
-    """How one rank's slot is laid out under one plan."""
+    """How one rank's slot is laid out under one plan.
+
+    Attributes:
+        held: The rank's rows, who writes which, ties and place.
+        layout: What follows from it for the stream.
+        digest: Of all of `held`, ties and place included; empty where an agent of an older version wrote it.
+    """
 
     held: HeldPlan
     layout: StreamLayout
+    digest: bytes
 
 
 @dataclass(kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 OF_AGENTS = (
     *("listening", "slots_adopted", "not_adopted", "attached_local", "rank_detached", "rank_lost", "staged_local"),
     *("hashed", "put", "sealed-local", "upload_failed", "fetched", "rejected", "orphans_freed", "restore_failed_local"),
-    *("run_ended", "internal_error", "stopping", "stopped"),
+    *("slots_given_up", "run_ended", "internal_error", "stopping", "stopped"),
 )
 """Of every agent's own doing."""
 OF_COORDINATORS = (
@@ -25,7 +25,7 @@ OF_CLIENTS = ("save_returned", "audited", "restored")
 OF_ALL = ("events_lost",)
 """Of any log whose disk was full."""
 OF_A_STEP = frozenset(
-    {"slots_adopted", "staged_local", "hashed", "put", "sealed-local", "upload_failed", "fetched"}
+    {"slots_adopted", "slots_given_up", "staged_local", "hashed", "put", "sealed-local", "upload_failed", "fetched"}
     | {"not_adopted", "adopted", "planned", "begin_refused", "begun", "staged", "sealed", "decided", "acknowledged"}
     | {"restore_chosen", "quarantined", "restore_go"}
 )

@@ -1459,8 +1459,8 @@ global___SlotTrailer = SlotTrailer
 
 @typing.final
 class HeldPlan(google.protobuf.message.Message):
-    """What an agent needs besides the slots to finish a snapshot after it restarted. One file per plan and rank, in the shared-memory
-    folder.
+    """What an agent needs besides the slots to finish a snapshot after it restarted. One file per content and rank, in the shared-memory
+    folder: ties and coordinate may change without another plan.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1530,6 +1530,7 @@ class HeldSnapshot(google.protobuf.message.Message):
     STORE_DRIVER_FIELD_NUMBER: builtins.int
     COMPARED_IN_FIELD_NUMBER: builtins.int
     SEGMENTED_ALGORITHM_FIELD_NUMBER: builtins.int
+    PLANS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """Number of the step."""
     timeline: builtins.str
@@ -1537,7 +1538,7 @@ class HeldSnapshot(google.protobuf.message.Message):
     world: builtins.int
     """Ranks of the run."""
     plan_digest: builtins.bytes
-    """Names the HeldPlan of each rank."""
+    """BLAKE3 (32 bytes) of the plan of all ranks."""
     root: builtins.str
     """Root URL of the job."""
     job: builtins.str
@@ -1568,6 +1569,12 @@ class HeldSnapshot(google.protobuf.message.Message):
     def compared_in(self) -> global___StepRef:
         """As BeginDecision gave it: replicas need not be compared. Absent: they must be."""
 
+    @property
+    def plans(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """For each of `ranks`: BLAKE3 (32 bytes) of the file with its HeldPlan, which bears it in its name; empty for a rank without a slot.
+        None at all: an older agent, which named that file by plan_digest and overwrote it.
+        """
+
     def __init__(
         self,
         *,
@@ -1585,8 +1592,9 @@ class HeldSnapshot(google.protobuf.message.Message):
         store_driver: builtins.str = ...,
         compared_in: global___StepRef | None = ...,
         segmented_algorithm: builtins.str = ...,
+        plans: collections.abc.Iterable[builtins.bytes] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["base", b"base", "compared_in", b"compared_in", "mesh", b"mesh"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "job", b"job", "mesh", b"mesh", "plan_digest", b"plan_digest", "ranks", b"ranks", "root", b"root", "run_id", b"run_id", "segmented_algorithm", b"segmented_algorithm", "step", b"step", "store_driver", b"store_driver", "timeline", b"timeline", "world", b"world"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base", b"base", "base_indexes", b"base_indexes", "compared_in", b"compared_in", "job", b"job", "mesh", b"mesh", "plan_digest", b"plan_digest", "plans", b"plans", "ranks", b"ranks", "root", b"root", "run_id", b"run_id", "segmented_algorithm", b"segmented_algorithm", "step", b"step", "store_driver", b"store_driver", "timeline", b"timeline", "world", b"world"]) -> None: ...
 
 global___HeldSnapshot = HeldSnapshot
