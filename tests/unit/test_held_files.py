@@ -14,6 +14,8 @@ import pytest
 from fixtures.at_rest import small_state
 from fixtures.coordinated import Play
 
+from ckptd.daemon.agent import Agent as NodeAgent
+from ckptd.daemon.config import AgentConfig
 from ckptd.daemon.held import HeldJob
 from ckptd.daemon.slot_header import SlotState
 from ckptd.daemon.snapshots import Snapshot
@@ -321,3 +323,22 @@ def test_plans_that_no_step_was_begun_with_do_not_pile_up(agent: Callable[[], Ag
         assert plans(folder) == []
 
     asyncio.run(act())
+
+
+def test_a_file_that_is_no_message_ends_no_agent(tmp_path: Path) -> None:
+    """An agent that starts beside one says so, gives it up, and serves."""
+    config = AgentConfig(run_dir=tmp_path / "run", data_dir=tmp_path / "data", shm_dir=tmp_path / "shm")
+
+    async def start() -> None:
+        agent = NodeAgent(config, EventLog(tmp_path / "events"))
+        bad = config.shm_dir / f"job.snapshot.{TIMELINE}.000000000005.pb"
+        bad.write_bytes(b"\xff" * 9)
+        await agent.adopt()
+        await agent.close(forget=False)
+        assert not bad.exists()
+        assert agent.jobs == {}
+
+    asyncio.run(start())
+    (event,) = map(json.loads, (tmp_path / "events").read_text().splitlines())
+    assert (event["kind"], event["job"]) == ("not_adopted", "")
+    assert "000000000005.pb cannot be read" in event["error"]

@@ -13,6 +13,8 @@ import importlib.metadata
 import secrets
 from concurrent.futures import ThreadPoolExecutor
 
+from google.protobuf.message import DecodeError
+
 from ckptd.daemon.config import AgentConfig
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.held import HeldJob, job_digest
@@ -70,7 +72,8 @@ class Agent:
         for path in sorted(self.config.shm_dir.glob("*.snapshot.*.pb")):
             try:
                 about = HeldSnapshot.FromString(path.read_bytes())
-            except (OSError, ValueError):
+            except (OSError, DecodeError) as failure:
+                self.log.emit("not_adopted", job="", node=self.node, error=f"{path} cannot be read: {failure}")
                 path.unlink(missing_ok=True)
                 continue
             roots[(about.root, about.job)] = about.store_driver
