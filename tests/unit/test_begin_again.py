@@ -168,3 +168,29 @@ def test_a_step_that_another_rank_ended_is_refused_to_the_rank_that_never_heard_
     run.begin(2)
     run.settle()
     assert run.last("begin").begin.go
+
+
+def test_a_step_that_a_death_ended_may_be_saved_again_once_every_rank_has_restored() -> None:
+    """Nobody waits for an answer to the old question any more, and the timeline is another one."""
+    play = Play()
+    before = play.run().attach()
+    for step in (1, 2):
+        before.save(step)
+        before.settle()
+    before.begin(3)
+    before.settle()
+    again = play.run()
+    again.lead.run_id = before.lead.run_id
+    again.attach(held=[Held(timeline=before.timeline, step=3)])
+    again.settle()
+    again.begin(3, ranks=(0,))
+    assert refusals(again) == [(NODES[0], 3, error_pb2.REASON_ABORTED)]
+    for rank in range(2):
+        again.say(rank, restore=NodeMessage.Restore(rank=rank))
+    again.settle()
+    for rank in range(2):
+        again.say(rank, restore_ready=NodeMessage.RestoreReady(rank=rank, attempt=1))
+    again.settle()
+    again.begin(3)
+    again.settle()
+    assert (again.last("begin").begin.step, again.last("begin").begin.go) == (3, True)
