@@ -139,17 +139,20 @@ def test_a_step_that_was_left_before_the_restore_failed_is_not_left_in_silence()
     assert (offer.step.step, [bad.step.step for bad in offer.fell_back_from]) == (1, [2])
 
 
-def test_a_run_that_began_from_nothing_beside_bad_steps_leaves_no_nothing_behind() -> None:
-    """It saved without having restored, and died before its first commit: the bad steps are there, and so is the error."""
+def test_after_a_run_that_began_from_nothing_beside_bad_steps_there_is_nothing_but_their_names() -> None:
+    """It saved although it was told, and died before its first commit: it still hears of them, and the next run may start."""
     play = saved(1)
     run = play.run().attach()
     all_rotten(run)
     run.begin(1)
     run.settle()
     assert run.is_running()
-    for options in ({}, {"read_only": True}):
-        error = all_rotten(play.run(**options).attach())
-        assert (error.reason, "[1]" in error.message) == (error_pb2.REASON_CORRUPT, True)
+    assert all_rotten(run).reason == error_pb2.REASON_CORRUPT
+    for options in ({"read_only": True}, {}):
+        after = play.run(**options).attach()
+        ask(after, 0, 1)
+        offer = after.last("restore_chosen").restore_chosen
+        assert (offer.found, [bad.step.step for bad in offer.fell_back_from]) == (False, [1])
 
 
 # ---------------------------------------------------------------- a new question

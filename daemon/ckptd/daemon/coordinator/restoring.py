@@ -2,10 +2,13 @@
 
 Pure. Invariant: the start record is written when every rank's bytes are found and verified and all their wishes fit
 together (`terms`), and before any rank is told to copy; a step found bad is quarantined and the next older listed one is
-tried, unless the caller forbade it; when steps exist but none is good, the answer is an error, never "nothing there".
+tried, unless the caller forbade it; when steps are listed but none is good, the answer is an error each time, never
+"nothing there".
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from ckptd.daemon import history, records
 from ckptd.daemon.coordinator import starting
@@ -69,7 +72,7 @@ def restore(state: State) -> Procedure:
     if error is not None:
         _fail(state, error)
         return
-    if state.phase is Phase.RESOLVED:
+    if state.phase is Phase.RESOLVED and state.listed.doubted:
         _trust_again(state)
     candidates, error = _candidates(state, call)
     if restored is not None:
@@ -95,7 +98,7 @@ def restore(state: State) -> Procedure:
             return
         state.log("quarantined", step=ref.step, of=ref.timeline, error=wrong.message)
         _quarantine(state, Quarantined(step=ref, why=wrong))
-    if state.listed.quarantined and not is_fixed:
+    if state.listed.doubted and not is_fixed:
         _fail(state, _none_good(state))
         return
     if state.phase is Phase.RESOLVED and not state.lead.options.read_only:
@@ -103,7 +106,9 @@ def restore(state: State) -> Procedure:
         if state.has_ended:
             return
     state.attempts += 1
-    chosen = CoordinatorMessage.RestoreChosen(attempt=state.attempts, found=False)
+    # A run that was told of bad steps has begun from nothing all the same, and left no other step: its choice, and no secret.
+    left = [] if is_fixed else _newest_first(state.listed.quarantined)
+    chosen = CoordinatorMessage.RestoreChosen(attempt=state.attempts, found=False, fell_back_from=left)
     offer = CoordinatorMessage(restore_chosen=chosen)
     state.attempt = Attempt(number=state.attempts, offer=offer, question=call.question)
     state.failed_restore = None
@@ -281,13 +286,16 @@ def _trust_again(state: State) -> None:
 
 def _newer_doubted(state: State, ref: StepRef) -> list[Quarantined]:
     """Return what is left for `ref`, newest first."""
-    newer = [entry for entry in state.listed.doubted if history.order(entry.step) > history.order(ref)]
-    return sorted(newer, key=lambda entry: history.order(entry.step), reverse=True)
+    return _newest_first(entry for entry in state.listed.doubted if history.order(entry.step) > history.order(ref))
+
+
+def _newest_first(entries: Iterable[Quarantined]) -> list[Quarantined]:
+    return sorted(entries, key=lambda entry: history.order(entry.step), reverse=True)
 
 
 def _none_good(state: State) -> Error:
-    """There are steps, and all were found bad: now, by a restore before this one, or by the newest record."""
-    bad = sorted(state.listed.quarantined, key=lambda entry: history.order(entry.step), reverse=True)
+    """There are steps, and this process found all of them bad: now, or in a restore before this one."""
+    bad = _newest_first(state.listed.doubted)
     steps = [entry.step.step for entry in bad]
     return make_error(
         error_pb2.REASON_CORRUPT,
