@@ -126,6 +126,7 @@ def test_s024_a_store_slower_than_the_steps_is_met_by_all_ranks_alike(
         assert len(counted) == len(skipped)
         kept = sorted(saves.keys() - skipped)
         assert list(states(root)) == kept
+    with ClientJob(root, [node], 3, read_only=True) as job:
         for step in kept:
             job.check(job.restore(step=step), step)
 

@@ -34,6 +34,18 @@ def test_s017_nothing_to_restore_is_none_and_one_line(
         checkpointer.restore(step=50)
 
 
+def test_bad_steps_beside_which_a_run_has_begun_from_nothing_are_named(
+    make: Make, fake_agent: FakeAgent, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is nothing to go on from, and the answer is None; but not in silence."""
+    why = Error(reason=error_pb2.REASON_CORRUPT, message="rotten")
+    fake_agent.fell_back_from = [Quarantined(step=StepRef(step=7), why=why)]
+    with caplog.at_level(logging.WARNING, "ckptd.client"):
+        assert make().restore() is None
+    [record] = caplog.records
+    assert ("step 7" in record.getMessage(), "rotten" in record.getMessage()) == (True, True)
+
+
 def test_s140_what_does_not_fit_is_one_error_with_everything_in_it(make: Make, fake_agent: FakeAgent) -> None:
     """Counts, first five names, both sides; targets are unchanged and the other ranks are told."""
     checkpointer = make()

@@ -250,7 +250,8 @@ class Checkpointer:
             step
                 always raises.
             strict: Whether every tracked name must be stored, and every stored one tracked.
-            rollback: Whether `step` may be older than the newest: history then drops what is newer.
+            rollback: Whether `step` may be older than the newest: history then drops what is newer. In the first restore of a
+                run only.
             only: Names, beginnings of names or `fnmatch` patterns of what to restore, e.g. ``["model"]``; the rest is not
                 touched and stands in `Restored.left_out`. Of modules single tensors, everything else whole.
             names: Stored names to names here, where they differ: old beginnings to new ones, e.g.

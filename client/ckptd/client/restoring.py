@@ -91,7 +91,7 @@ class Restorer:
                 answer = self._ask(attachment, question, deadline)
                 if not answer.found.found:
                     self._link.restored = RestoredStep()
-                    self._nothing(question)
+                    self._nothing(question, answer.found)
                     return None
                 restored = self._attempt(_Asked(attachment, question, state, deadline), answer)
             except SessionLostError:
@@ -102,7 +102,7 @@ class Restorer:
                 self._report(restored, time.monotonic() - begun)
                 return restored
 
-    def _nothing(self, question: Question) -> None:
+    def _nothing(self, question: Question, found: StoredPart.Found) -> None:
         if question.required or question.step is not None:
             asked = "snapshot" if question.step is None else f"step {question.step}"
             raise SnapshotNotFound(
@@ -111,6 +111,8 @@ class Restorer:
                 step=question.step,
                 phase="restore",
             )
+        for bad in found.fell_back_from:
+            log.warning("step %d is there, and is not restored: it was found bad: %s", bad.step.step, bad.why.message)
         log.info("nothing to restore: job %r has no snapshot under %s yet", self._config.job, self._config.root)
 
     def _report(self, restored: Restored, seconds: float) -> None:

@@ -22,6 +22,7 @@ from ckptd.daemon.snapshots import Snapshot
 from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.agent_pb2 import AttachRequest, FetchedPart, RestoreRequest, StoredPart
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
+from ckptd.protos.error_pb2 import Error
 from ckptd.storage_backends.base import ObjectStore
 
 
@@ -52,6 +53,7 @@ class Attempt:
         wants: By rank, what it asked for.
         told: Ranks that heard what is stored.
         done: Ranks that have copied.
+        failed: By rank, why its bytes cannot be had, or why it cannot use the step.
         plan: Where the verified bytes stand, once they are fetched.
         ready: Whether all that is wanted is fetched and verified.
         fetching: Whether that has begun.
@@ -64,6 +66,7 @@ class Attempt:
     wants: dict[int, Want] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
+    failed: dict[int, Error] = field(default_factory=dict)
     plan: NodePlan | None = None
     ready: bool = False
     fetching: bool = False

@@ -56,6 +56,10 @@ class NodeRestore:
         """By rank: when this node gives up on what it asked for, on `time.monotonic`."""
         self._last_failure: tuple[int, Error] | None = None
         """The last attempt that failed on all ranks, for a rank whose Want comes after that was told."""
+        self._nothing: int | None = None
+        """The attempt that said that there is nothing; None once another one was made."""
+        self._done: dict[int, NodeMessage] = {}
+        """By rank: that it had its last answer; said again with every session, for one that broke may have lost it."""
 
     # ------------------------------------------------------------ calls of ranks
 
@@ -68,6 +72,9 @@ class NodeRestore:
         self._link.check_alive()
         timeout = self._timeout(session, request.timeout_s)
         rank = session.rank
+        if self._nothing is not None and session.about.HasField("restored"):
+            # It knows that there was nothing, and asks anew: a rank does not say that it is done with that.
+            self._say_done(NodeMessage.RestoreDone(rank=rank, attempt=self._nothing))
         session.about.ClearField("restored")
         attempt = self._attempt
         offered = attempt if rank in self._superseded else None
@@ -132,10 +139,14 @@ class NodeRestore:
         message = NodeMessage.RestoreDone(rank=session.rank, attempt=number)
         if error is not None:
             message.error.CopyFrom(error)
-        self._link.say(NodeMessage(restore_done=message))
+        self._say_done(message)
         if attempt.done >= self._restoring():
             attempt.release(self._held)
             self._attempt = None
+
+    def _say_done(self, message: NodeMessage.RestoreDone) -> None:
+        self._done[message.rank] = NodeMessage(restore_done=message)
+        self._link.say(self._done[message.rank])
 
     def readable(self, file: str, offset: int, nbytes: int) -> memoryview:
         """Return restored bytes for a rank that cannot map files.
@@ -155,6 +166,7 @@ class NodeRestore:
     def rank_gone(self, rank: int) -> None:
         """A rank has ended: its calls end, and nobody waits for it to copy."""
         gone = DaemonError.of(f"rank {rank} is gone", reason=error_pb2.REASON_RANK_FAILED, rank=rank)
+        self._done.pop(rank, None)
         ask = self._asks.pop(rank, None)
         attempt = self._attempt
         want = attempt.wants.get(rank) if attempt is not None else None
@@ -168,20 +180,25 @@ class NodeRestore:
     # ------------------------------------------------------------ the coordinator's answers
 
     def say_again(self) -> None:
-        """After a reconnect: every call without an answer."""
+        """After a reconnect: who is done with the last answer, then every call without one, and what became of it here."""
+        for message in self._done.values():
+            self._link.say(message)
         for rank, ask in self._asks.items():
             self._link.say(self._restore_message(rank, ask.request))
         if self._attempt is not None:
-            for rank in self._attempt.wants:
+            for rank in self._attempt.wants.keys() - self._attempt.failed.keys():
                 self._say_wanted(self._attempt, rank)
             if self._attempt.ready:
                 self._say_ready(self._attempt)
+            for rank, error in self._attempt.failed.items():
+                self._say_failed(self._attempt, rank, error)
 
     def coordinator_restarted(self) -> None:
         """Another coordinator process knows nothing of the attempt, and counts its own from one: ranks ask again."""
         before, self._attempt = self._attempt, None
         self._superseded.clear()
-        self._last_failure = None
+        self._last_failure = self._nothing = None
+        self._done.clear()
         if before is not None:
             before.release(self._held)
             before.supersede()
@@ -209,6 +226,7 @@ class NodeRestore:
             before.release(self._held)
             self._superseded |= before.told - set(self._asks)
             before.supersede()
+        self._nothing = None if chosen.found else chosen.attempt
         if not chosen.found:
             nothing = StoredPart(found=StoredPart.Found(found=False, attempt=chosen.attempt))
             nothing.found.fell_back_from.extend(chosen.fell_back_from)
@@ -335,9 +353,12 @@ class NodeRestore:
         self._log.emit(
             "restore_failed_local", job=self._held.job, node=self._node, error=error.message, object=error.object
         )
-        self._link.say(
-            NodeMessage(restore_failed=NodeMessage.RestoreFailed(rank=rank, attempt=attempt.number, error=error))
-        )
+        attempt.failed[rank] = error
+        self._say_failed(attempt, rank, error)
+
+    def _say_failed(self, attempt: Attempt, rank: int, error: Error) -> None:
+        failed = NodeMessage.RestoreFailed(rank=rank, attempt=attempt.number, error=error)
+        self._link.say(NodeMessage(restore_failed=failed))
 
     def _fail_all(self, error: Error) -> None:
         attempt, self._attempt = self._attempt, None

@@ -12,7 +12,7 @@ from functools import partial
 from ckptd.daemon import keys
 from ckptd.daemon.coordinator.effects import Compute, Procedure, Wait
 from ckptd.daemon.coordinator.saving import note_told
-from ckptd.daemon.coordinator.state import BeginCall, Phase, State, StepRun
+from ckptd.daemon.coordinator.state import BeginCall, Over, Phase, State, StepRun
 from ckptd.daemon.errors import PlanError, make_error
 from ckptd.daemon.keys import StepId
 from ckptd.daemon.plan import Plan, plan, plan_digest
@@ -31,7 +31,7 @@ def on_begin(state: State, call: NodeMessage.Begin) -> None:
     if run is not None and run.go is not None:
         state.send(state.ranks[call.rank].node, run.go)
         return
-    why = state.torn.get(call.step)
+    why = state.torn.get(call.step) or _unheard(state, call)
     if why is not None:
         refuse_begin(state, call.rank, call.step, why)
         return
@@ -47,10 +47,25 @@ def on_begin(state: State, call: NodeMessage.Begin) -> None:
     _ask_layout(state, call.rank)  # what was asked for may have been lost with the connection
 
 
+def _unheard(state: State, call: NodeMessage.Begin) -> Error | None:
+    """Return how the step ended, where the answer may have been lost with a session: the rank has attached since."""
+    over, known = state.over.get(call.step), state.ranks.get(call.rank)
+    if over is None or known is None or call.rank not in over.told or over.told[call.rank] is known:
+        return None
+    over.told[call.rank] = known
+    return over.why
+
+
 def refuse_begin(state: State, rank: int, step: int, why: Error) -> None:
     """Answer one rank alone: it asks again, its agent having died, for a step that is over; the others never will."""
     answer = CoordinatorMessage.BeginDecision(step=step, timeline=str(state.timeline or ""), go=False, error=why)
     state.send(state.ranks[rank].node, CoordinatorMessage(begin=answer))
+
+
+def forget_ended(state: State) -> None:
+    """All ranks have asked for something else: none of them asks any more for a step that is over."""
+    state.torn.clear()
+    state.over.clear()
 
 
 def begin_is_due(state: State) -> bool:
@@ -171,7 +186,9 @@ def _go(state: State, step: int) -> None:
         round=state.schedule.round,
         compared_in=None if compared_in is None else StepRef(step=compared_in, timeline=str(state.timeline)),
         deadline=state.now + state.lead.options.commit_timeout_s,
+        told=dict(state.ranks),
     )
+    forget_ended(state)
     state.last_begun = step
     state.refused_begins = {number: one for number, one in state.refused_begins.items() if number > step}
     indexes: list[IndexRef] = []
@@ -307,6 +324,8 @@ def _answer_begin(state: State, *, error: Error | None = None, skipped: Error | 
         note_told(state, rank, call.step)
     state.begins.clear()
     if skipped is not None:
+        forget_ended(state)
+        state.over = {step: Over(why=skipped, told=dict(state.ranks)) for step in steps}
         state.last_begun = max(state.last_begun, *steps)
         state.log("skipped", steps=sorted(steps))
     for step in steps:

@@ -6,7 +6,7 @@ what a word about a save or a restore leads to (`beginning`, `saving`, `restorin
 
 from __future__ import annotations
 
-from ckptd.daemon.coordinator import beginning, restoring, saving, starting
+from ckptd.daemon.coordinator import beginning, restore_words, saving, starting
 from ckptd.daemon.coordinator.state import Node, Phase, Rank, State
 from ckptd.daemon.errors import make_error
 from ckptd.protos import error_pb2
@@ -26,7 +26,7 @@ def on_node(state: State, name: str, message: NodeMessage) -> None:
     elif kind == "begin":
         state.asks(message.begin.rank)
         beginning.on_begin(state, message.begin)
-        restoring.on_done(state, message.begin.rank)
+        restore_words.on_done(state, message.begin.rank)
     elif kind == "staged":
         saving.on_staged(state, message.staged)
         _note_held(state, name, message.staged.timeline, message.staged.step, rank=message.staged.rank)
@@ -37,16 +37,15 @@ def on_node(state: State, name: str, message: NodeMessage) -> None:
         saving.on_failed(state, message.failed)
         _note_held(state, name, message.failed.timeline, message.failed.step, failed=message.failed.error)
     elif kind == "restore":
-        restoring.on_restore(state, message.restore)
+        restore_words.on_restore(state, message.restore)
     elif kind == "restore_wanted":
-        restoring.on_wanted(state, message.restore_wanted)
+        restore_words.on_wanted(state, message.restore_wanted)
     elif kind == "restore_ready":
-        restoring.on_ready(state, message.restore_ready)
+        restore_words.on_ready(state, message.restore_ready)
     elif kind == "restore_failed":
-        restoring.on_failed(state, message.restore_failed)
+        restore_words.on_failed(state, message.restore_failed)
     elif kind == "restore_done":
-        restoring.on_done(state, message.restore_done.rank, message.restore_done.attempt)
-        state.log("restored", rank=message.restore_done.rank, error=message.restore_done.error.message or None)
+        _on_restore_done(state, message.restore_done)
 
 
 def _on_hello(state: State, name: str, hello: NodeMessage.NodeHello) -> None:
@@ -94,7 +93,7 @@ def _tell_outcome(state: State, name: str, step: int) -> bool:
 def _restarted(state: State, name: str, held: dict[tuple[str, int], Held]) -> None:
     """The node's agent is a new process: what its ranks had not staged is torn."""
     mine = [number for number, rank in state.ranks.items() if rank.node == name]
-    restoring.on_node_restarted(state, mine)
+    restore_words.on_node_restarted(state, mine)
     for run in state.steps.values():
         kept = held.get((str(state.timeline), run.step))
         torn = [rank for rank in mine if kept is None or rank not in kept.ranks]
@@ -139,6 +138,13 @@ def _on_attached(state: State, name: str, said: NodeMessage.RankAttached) -> Non
     for ref in said.in_flight:
         if ref.timeline == str(state.timeline):
             _tell_outcome(state, name, ref.step)
+
+
+def _on_restore_done(state: State, said: NodeMessage.RestoreDone) -> None:
+    """A rank has copied, or could not, or knows that there was nothing: said in each session, and logged once."""
+    is_new = restore_words.on_done(state, said.rank, said.attempt)
+    if is_new and state.attempt is not None and state.attempt.step is not None:
+        state.log("restored", rank=said.rank, error=said.error.message or None)
 
 
 def _on_gone(state: State, name: str, said: NodeMessage.RankGone) -> None:

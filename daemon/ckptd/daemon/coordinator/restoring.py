@@ -2,48 +2,26 @@
 
 Pure. Invariant: the start record is written when every rank's bytes are found and verified and all their wishes fit
 together (`terms`), and before any rank is told to copy; a step found bad is quarantined and the next older listed one is
-tried, unless the caller forbade it; when steps exist but none is good, the answer is an error, never "nothing there".
+tried, unless the caller forbade it; when steps are listed but none is good, the answer is an error each time, never
+"nothing there".
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from ckptd.daemon import history, records
 from ckptd.daemon.coordinator import starting
+from ckptd.daemon.coordinator.beginning import forget_ended
 from ckptd.daemon.coordinator.effects import Get, Procedure, Wait
+from ckptd.daemon.coordinator.restore_words import tell
 from ckptd.daemon.coordinator.state import Attempt, Phase, RestoreCall, State
 from ckptd.daemon.errors import DaemonError, make_error
 from ckptd.daemon.wire_errors import wire_error
 from ckptd.protos import error_pb2
-from ckptd.protos.coordinator_pb2 import CoordinatorMessage, NodeMessage
+from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import Committed, Quarantined, StepRef
-
-
-def on_restore(state: State, call: NodeMessage.Restore) -> None:
-    """Note that a rank asks to restore; one that was answered and asks again, its agent having died, is answered again.
-
-    The others have their answer and do not ask again, so this one must not wait for them.
-    """
-    limit = state.lead.options.restore_timeout_s
-    timeout = min(limit, call.timeout_s) if call.timeout_s > 0 else limit
-    state.schedule.reset()
-    state.asks(call.rank)
-    asked = RestoreCall(
-        step=call.step if call.HasField("step") else None,
-        raise_on_corrupt=call.raise_on_corrupt,
-        rollback=call.rollback,
-        deadline=state.now + timeout,
-    )
-    attempt = state.attempt
-    if (
-        attempt is not None
-        and attempt.failed is None
-        and call.rank not in attempt.done
-        and asked.question == attempt.question
-    ):
-        state.send(state.ranks[call.rank].node, attempt.offer)
-        return
-    state.restores[call.rank] = asked
 
 
 def restore_is_due(state: State) -> bool:
@@ -60,9 +38,11 @@ def restore_is_due(state: State) -> bool:
 def _restored_by_others(state: State) -> tuple[str, int] | None:
     """Return what all ranks that do not ask have restored, where those that ask want just that; None otherwise.
 
-    The coordinator that answered them died before all had their answer: the others will not ask again. Timeline and step,
-    ("", 0) where there was nothing.
+    The coordinator that answered them died before all had their answer: the others will not ask again, unless one that asks
+    had its answer too. Timeline and step, ("", 0) where there was nothing.
     """
+    if any(call.anew for call in state.restores.values()):
+        return None
     others = {rank.restored for number, rank in state.ranks.items() if number not in state.restores}
     if state.missing(state.ranks) or len(others) != 1 or len({call.question for call in state.restores.values()}) != 1:
         return None
@@ -75,51 +55,6 @@ def _restored_by_others(state: State) -> tuple[str, int] | None:
         restored[1] == step if step is not None else restored == ((newest.timeline, newest.step) if newest else ("", 0))
     )
     return restored if wanted else None
-
-
-def on_wanted(state: State, said: NodeMessage.RestoreWanted) -> None:
-    """A rank has said what it wants: when all have, what is wrong with it is known, long before all bytes are there."""
-    attempt = state.attempt
-    if attempt is None or attempt.number != said.attempt or attempt.step is None:
-        return
-    attempt.terms.take(said.rank, said.terms if said.HasField("terms") else None)
-    if attempt.failed is None and not state.missing(attempt.terms.said):
-        refusal = attempt.terms.refusal(attempt.step)
-        if refusal is not None:
-            attempt.failed, attempt.unused = refusal
-
-
-def on_ready(state: State, said: NodeMessage.RestoreReady) -> None:
-    """A rank's bytes are found and verified."""
-    attempt = state.attempt
-    if attempt is not None and attempt.number == said.attempt:
-        attempt.ready.add(said.rank)
-        if attempt.go is not None:  # told before, to an agent that is no more, or over a connection that broke
-            state.send(state.ranks[said.rank].node, attempt.go)
-
-
-def on_done(state: State, rank: int, attempt: int | None = None) -> None:
-    """A rank has copied, or goes on to save: it needs no answer to Restore any more."""
-    if state.attempt is not None and attempt in (None, state.attempt.number):
-        state.attempt.done.add(rank)
-
-
-def on_node_restarted(state: State, ranks: list[int]) -> None:
-    """An agent is a new process: what its ranks were ready with is gone."""
-    if state.attempt is not None and state.attempt.go is None:
-        state.attempt.ready.difference_update(ranks)
-
-
-def on_failed(state: State, said: NodeMessage.RestoreFailed) -> None:
-    """A rank's bytes cannot be had, or the rank cannot use this step."""
-    attempt = state.attempt
-    if attempt is None or attempt.number != said.attempt or attempt.failed is not None:
-        return
-    if attempt.go is not None:  # the others have copied: only the ranks that asked again can fail now
-        error = CoordinatorMessage.RestoreError(attempt=attempt.number, error=said.error)
-        state.send(state.ranks[said.rank].node, CoordinatorMessage(restore_error=error))
-        return
-    attempt.failed = said.error
 
 
 def restore(state: State) -> Procedure:
@@ -137,52 +72,50 @@ def restore(state: State) -> Procedure:
     if error is not None:
         _fail(state, error)
         return
+    if state.phase is Phase.RESOLVED and state.listed.doubted:
+        _trust_again(state)
     candidates, error = _candidates(state, call)
     if restored is not None:
         candidates = [ref for ref in candidates if (ref.timeline, ref.step) == restored]
     if error is not None:
         _fail(state, error)
         return
-    bad: list[Quarantined] = []
+    is_fixed = call.step is not None or restored is not None  # no older one will do
     for ref in candidates:
+        bad = [] if is_fixed else _newer_doubted(state, ref)
         committed, wrong = yield from _decision(state, ref)
         if committed is not None:
             wrong = yield from _attempt(state, ref, committed, bad, call.question, deadline, set(calls))
             if wrong is None:
                 yield from _finish(state, ref, rollback=call.rollback)
+                if not state.missing(calls):
+                    forget_ended(state)
                 return
         assert wrong is not None
-        is_fixed = call.step is not None or restored is not None  # no older one will do
         if wrong.reason != error_pb2.REASON_CORRUPT or call.raise_on_corrupt or is_fixed:
             attempt = state.attempt
             _fail(state, wrong, unused=attempt.unused if attempt is not None and attempt.failed is wrong else b"")
             return
-        bad.append(Quarantined(step=ref, why=wrong))
         state.log("quarantined", step=ref.step, of=ref.timeline, error=wrong.message)
-        _quarantine(state, bad[-1])
-    if bad:
-        steps = [entry.step.step for entry in bad]
-        _fail(
-            state,
-            make_error(
-                error_pb2.REASON_CORRUPT,
-                f"no good step is left: {steps} were found bad; the newest: {bad[0].why.message}",
-                hint="see `ckptd verify`; nothing was deleted",
-                step=steps[0],
-                phase="restore",
-            ),
-        )
+        _quarantine(state, Quarantined(step=ref, why=wrong))
+    if state.listed.doubted and not is_fixed:
+        _fail(state, _none_good(state))
         return
     if state.phase is Phase.RESOLVED and not state.lead.options.read_only:
         yield from starting.write_start_record(state, origin=None, rollback=False)
         if state.has_ended:
             return
     state.attempts += 1
-    chosen = CoordinatorMessage.RestoreChosen(attempt=state.attempts, found=False)
+    # A run that was told of bad steps has begun from nothing all the same, and left no other step: its choice, and no secret.
+    left = [] if is_fixed else _newest_first(state.listed.quarantined)
+    chosen = CoordinatorMessage.RestoreChosen(attempt=state.attempts, found=False, fell_back_from=left)
     offer = CoordinatorMessage(restore_chosen=chosen)
     state.attempt = Attempt(number=state.attempts, offer=offer, question=call.question)
+    state.failed_restore = None
     state.log("restore_chosen", step=None)
-    state.broadcast(offer)
+    tell(state, offer)
+    if not state.missing(calls):
+        forget_ended(state)
 
 
 def _read_anew(state: State, call: RestoreCall) -> Procedure:
@@ -221,11 +154,12 @@ def _attempt(  # noqa: PLR0917 - one caller, which has just made them
     have = set(state.missing(asking))
     attempt.ready |= have
     attempt.done |= have
-    if not have:
-        state.broadcast(offer)
-    else:
-        for node in sorted({state.ranks[rank].node for rank in asking}):
-            state.send(node, offer)
+    state.failed_restore = None
+    # What was asked meanwhile, of a session that broke and came back, is answered by this.
+    state.restores = {
+        rank: call for rank, call in state.restores.items() if rank not in asking or call.question != question
+    }
+    tell(state, offer, sorted({state.ranks[rank].node for rank in asking}) if have else None)
 
     def settled() -> bool:
         gone = any(not rank.attached for rank in state.ranks.values())
@@ -268,6 +202,7 @@ def _finish(state: State, ref: StepRef, *, rollback: bool) -> Procedure:
     go = CoordinatorMessage.RestoreGo(attempt=attempt.number, unused=unused)
     attempt.go = CoordinatorMessage(restore_go=go)
     state.broadcast(attempt.go)
+    state.listed.doubted.clear()
 
 
 def _candidates(state: State, call: RestoreCall) -> tuple[list[StepRef], Error | None]:
@@ -284,12 +219,28 @@ def _candidates(state: State, call: RestoreCall) -> tuple[list[StepRef], Error |
             step=call.step,
             phase="restore",
         )
+    if state.lead.options.read_only:
+        return found[:1], None
     newer = [ref.step for ref in newest_first if history.order(ref) > history.order(found[0])]
-    if newer and not call.rollback and not state.lead.options.read_only and state.phase is Phase.RESOLVED:
+    if state.phase is Phase.RESOLVED:
+        if newer and not call.rollback:
+            return [], make_error(
+                error_pb2.REASON_INVALID_ARGUMENT,
+                f"step {call.step} is older than listed steps {sorted(newer)}; going on from it would drop them",
+                hint="pass rollback=True to drop them, or read_only=True to look only",
+                step=call.step,
+                phase="restore",
+            )
+        return found[:1], None
+    # Only a start record drops what is newer, and this timeline has its own: the next start would go on from there.
+    if call.rollback:
+        newer += state.steps  # they may yet be committed
+    if newer:
         return [], make_error(
             error_pb2.REASON_INVALID_ARGUMENT,
-            f"step {call.step} is older than listed steps {sorted(newer)}; going on from it would drop them",
-            hint="pass rollback=True to drop them, or read_only=True to look only",
+            f"step {call.step} is older than steps {sorted(newer)}, and this run goes on already: it cannot drop them",
+            hint="only the first restore of a run goes back: start the job again (or make a new Checkpointer on every rank) "
+            "and pass rollback=True there, or read_only=True to look only",
             step=call.step,
             phase="restore",
         )
@@ -321,6 +272,38 @@ def _decision(state: State, ref: StepRef) -> Procedure:
 def _quarantine(state: State, entry: Quarantined) -> None:
     state.listed.keeps = [ref for ref in state.listed.keeps if history.order(ref) != history.order(entry.step)]
     state.listed.quarantined.append(entry)
+    state.listed.doubted.append(entry)
+
+
+def _trust_again(state: State) -> None:
+    """Before the start record only a restore that failed says that steps are bad, and what it met with may have passed."""
+    listed = state.listed
+    doubted = {history.order(entry.step) for entry in listed.doubted}
+    listed.keeps = sorted([*listed.keeps, *(entry.step for entry in listed.doubted)], key=history.order)
+    listed.quarantined = [entry for entry in listed.quarantined if history.order(entry.step) not in doubted]
+    listed.doubted = []
+
+
+def _newer_doubted(state: State, ref: StepRef) -> list[Quarantined]:
+    """Return what is left for `ref`, newest first."""
+    return _newest_first(entry for entry in state.listed.doubted if history.order(entry.step) > history.order(ref))
+
+
+def _newest_first(entries: Iterable[Quarantined]) -> list[Quarantined]:
+    return sorted(entries, key=lambda entry: history.order(entry.step), reverse=True)
+
+
+def _none_good(state: State) -> Error:
+    """There are steps, and this process found all of them bad: now, or in a restore before this one."""
+    bad = _newest_first(state.listed.doubted)
+    steps = [entry.step.step for entry in bad]
+    return make_error(
+        error_pb2.REASON_CORRUPT,
+        f"no good step is left: {steps} were found bad; the newest: {bad[0].why.message}",
+        hint="see `ckptd verify`; nothing was deleted",
+        step=steps[0],
+        phase="restore",
+    )
 
 
 def _refusal(state: State) -> Error | None:
@@ -352,6 +335,8 @@ def _refusal(state: State) -> Error | None:
 
 def _fail(state: State, error: Error, *, unused: bytes = b"") -> None:
     state.attempt = None
+    state.restores.clear()  # an agent that hears of this gives up whatever its ranks ask; another one says it again
     state.log("restore_failed", error=error.message)
     told = CoordinatorMessage.RestoreError(attempt=state.attempts, error=error, unused=unused)
-    state.broadcast(CoordinatorMessage(restore_error=told))
+    state.failed_restore = CoordinatorMessage(restore_error=told)
+    tell(state, state.failed_restore)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ckptd.daemon import history, index, keys, records
 from ckptd.daemon.comparisons import Comparisons
 from ckptd.daemon.coordinator.effects import Compute, GetMany, ListKeys, Procedure, ProcedureStopped, Put, Wait
-from ckptd.daemon.coordinator.state import Phase, RefusedBegin, State, StepRun
+from ckptd.daemon.coordinator.state import Over, Phase, RefusedBegin, State, StepRun
 from ckptd.daemon.coverage import NotWhole, Whole, whole
 from ckptd.daemon.errors import DaemonError, TooLargeError, make_error
 from ckptd.protos import error_pb2
@@ -163,6 +163,9 @@ def decide(state: State, run: StepRun) -> Procedure:
     else:
         assert run.failed is not None
         outcome.aborted.CopyFrom(run.failed)
+        state.over[run.step] = Over(
+            why=run.failed, told={rank: known for rank, known in run.told.items() if rank not in run.staged}
+        )
     del state.steps[run.step]
     state.decided[run.step] = why
     while len(state.decided) > DECIDED_KEPT:

@@ -40,6 +40,8 @@ class Node:
     connected: bool
     lost_at: float = 0.0
     held: dict[tuple[str, int], Held] = field(default_factory=dict)
+    heard: int = 0
+    """The newest attempt whose offer or error was told in the node's present session."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -73,14 +75,29 @@ class RefusedBegin:
     untold: set[int]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Over:
+    """How a step ended that no rank may begin any more, and the ranks that this was said to, as they were then.
+
+    One that has attached since and asks for the step may not have heard of it.
+    """
+
+    why: Error
+    told: dict[int, Rank]
+
+
 @dataclass(kw_only=True, slots=True)
 class RestoreCall:
-    """A rank that asked to restore and has no answer yet."""
+    """A rank that asked to restore and has no answer yet.
+
+    `anew`: it has restored before, so all ranks ask anew, and nobody is answered alone.
+    """
 
     step: int | None
     raise_on_corrupt: bool
     rollback: bool
     deadline: float
+    anew: bool = False
 
     @property
     def question(self) -> tuple[int | None, bool, bool]:
@@ -104,6 +121,8 @@ class StepRun:
     failed: Error | None = None
     all_staged: bool = False
     go: CoordinatorMessage | None = None
+    told: dict[int, Rank] = field(default_factory=dict)
+    """The ranks that were told go, as they were then."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -134,6 +153,8 @@ class Listed:
     keeps: list[StepRef] = field(default_factory=list)
     quarantined: list[Quarantined] = field(default_factory=list)
     decisions: dict[tuple[str, int], Committed] = field(default_factory=dict)
+    doubted: list[Quarantined] = field(default_factory=list)
+    """Those of `quarantined` that no successful restore of this process has told of yet."""
 
     def newest(self) -> StepRef | None:
         """Return the newest listed step."""
@@ -179,9 +200,13 @@ class State:
     decided: dict[int, Error | None] = field(default_factory=dict)
     torn: dict[int, Error] = field(default_factory=dict)
     """Steps that an agent's or a coordinator's death ended before all had staged: a rank that asks again hears why."""
+    over: dict[int, Over] = field(default_factory=dict)
+    """Steps that were skipped or aborted since a step began last: a rank that never heard of it asks again, and alone."""
     last_begun: int = -1
     attempt: Attempt | None = None
     attempts: int = 0
+    failed_restore: CoordinatorMessage | None = None
+    """The error that the last restore ended with; None while one goes on or where it went well."""
     start_wanted: bool = False
     has_looked: bool = False
     """Whether a coordinator that comes back has looked for a newer run."""
