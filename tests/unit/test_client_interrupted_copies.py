@@ -75,7 +75,7 @@ class Interrupts:
 
     Args:
         blocked: The threads.
-        times: How often: the second time it waits for them already.
+        times: How often.
     """
 
     def __init__(self, blocked: Blocked, times: int) -> None:
@@ -111,9 +111,9 @@ class Interrupts:
         signal.signal(SIGNAL, self._before)
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, 3])
 def interrupts(request: pytest.FixtureRequest, blocked: Blocked) -> Iterator[Interrupts]:
-    """Once, and twice."""
+    """Once, and while it waits for them already, and then waits again."""
     made = Interrupts(blocked, request.param)
     yield made
     made.close()
