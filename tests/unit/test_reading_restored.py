@@ -17,20 +17,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fixtures.client_agent import Make, fake_agent, make
+from fixtures.fake_agent import FakeAgent
 from fixtures.node_restores import chosen, node_restore
 
+from ckptd.client.errors import Aborted, from_wire
 from ckptd.client.link import SessionLostError
-from ckptd.client.restored_files import SharedFiles
+from ckptd.client.restored_files import SharedFiles, StreamedFiles
 from ckptd.daemon.arena import Arena
 from ckptd.daemon.chunks import ChunkSpan, StreamLayout
+from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.orphans import free_orphans
 from ckptd.daemon.restore_attempt import Attempt
 from ckptd.daemon.restores import NodeRestore
 from ckptd.daemon.shared_files import SharedFile
 from ckptd.daemon.slots import DATA_OFFSET, SlotFile, SlotPool, SlotState
+from ckptd.protos.agent_pb2 import ReadRestoredRequest, SlotBytes
 from ckptd.protos.coordinator_pb2 import CoordinatorMessage
-from ckptd.protos.error_pb2 import Error
+from ckptd.protos.error_pb2 import REASON_RANK_FAILED, Error
 from ckptd.storage_backends import file_locks
+
+__all__ = ["fake_agent", "make"]
 
 JOB = "ab" * 32
 NBYTES = 1 << 20
@@ -201,6 +208,87 @@ def test_a_file_that_is_gone_before_it_was_opened_is_asked_for_again(shm_dir: Pa
     arena.close()
     with pytest.raises(SessionLostError, match="is gone"):
         SharedFiles({}).read(str(path), 0, NBYTES)
+
+
+# ---------------------------------------------------------------- streamed
+
+
+class Streaming:
+    """A rank that cannot map the node's files: asks the agent's part in restoring for bytes, with its errors as they arrive."""
+
+    def __init__(self, restores: NodeRestore) -> None:
+        self._restores = restores
+        self.files = StreamedFiles(self._answer, "session")
+
+    def _answer(self, request: ReadRestoredRequest) -> Iterator[SlotBytes]:
+        try:
+            data = self._restores.readable(request.file, request.offset, request.nbytes)
+        except DaemonError as error:
+            raise from_wire(error.error) from error
+        yield SlotBytes(offset=request.offset, data=bytes(data))
+
+
+@pytest.mark.parametrize("ends", ENDS.values(), ids=ENDS.keys())
+def test_a_rank_that_streams_asks_again_when_the_agent_has_let_go_of_the_restore(
+    shm_dir: Path, ends: Callable[[NodeRestore], None]
+) -> None:
+    """It cannot hold on to the file as one that maps it does: its first half is right, and no error ends its restore."""
+
+    async def play() -> None:
+        arena = Arena(shm_dir, JOB)
+        restores, _ = node_restore(arena=arena)
+        path = filled(arena, 7)
+        attempt = offered(restores)
+        ready(attempt, path)
+        attempt.plan.files = frozenset([path])  # type: ignore[union-attr, misc]
+        files = Streaming(restores).files
+        assert bool((files.read(str(path), 0, NBYTES // 2) == 7).all())
+        ends(restores)
+        with pytest.raises(SessionLostError, match="no part of the restore any more"):
+            files.read(str(path), NBYTES // 2, NBYTES // 2)
+
+    asyncio.run(play())
+
+
+def test_a_streamed_file_that_is_gone_is_asked_for_again(shm_dir: Path) -> None:
+    """Somebody has removed it while the attempt goes on."""
+
+    async def play() -> None:
+        restores, _ = node_restore(arena=Arena(shm_dir, JOB))
+        attempt = offered(restores)
+        ready(attempt, shm_dir / "none")
+        attempt.plan.files = frozenset([shm_dir / "none"])  # type: ignore[union-attr, misc]
+        with pytest.raises(SessionLostError):
+            Streaming(restores).files.read(str(shm_dir / "none"), 0, 1)
+
+    asyncio.run(play())
+
+
+def test_what_else_an_agent_says_of_a_streamed_file_is_an_error() -> None:
+    """Only where it has let go of the restore does it help to ask again."""
+
+    def refused(_: ReadRestoredRequest) -> Iterator[SlotBytes]:
+        raise from_wire(Error(reason=REASON_RANK_FAILED, message="x"))
+
+    with pytest.raises(Aborted, match="x"):
+        StreamedFiles(refused, "session").read("file", 0, 1)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_restore_whose_stream_was_given_up_begins_again(make: Make, fake_agent: FakeAgent, times: int) -> None:
+    """Training goes on from the step, as it does where shared memory is."""
+    checkpointer = make(transport="stream")
+    saved = torch.arange(1000)
+    checkpointer.save(1, {"tensor": saved, "object": "text"}).wait()
+    fake_agent.given_up = times
+    live: dict[str, Any] = {"tensor": torch.zeros(1000, dtype=torch.int64), "object": ""}
+    restored = checkpointer.restore_into(live)
+    assert restored is not None
+    assert torch.equal(live["tensor"], saved)
+    assert live["object"] == "text"
+    assert fake_agent.given_up == 0
+    assert fake_agent.calls.count("Restore") == 1 + times
+    assert [done.error.message for done in fake_agent.done] == [""]
 
 
 # ---------------------------------------------------------------- slots

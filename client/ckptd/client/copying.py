@@ -1,7 +1,8 @@
 """Copying many tensors at once, at the speed of memory.
 
 Owns: batching small tensors, cutting large ones, and the threads that share them, also with other reading of the same
-memory. Does not own: what is copied where. Invariant: on return every target holds its source's value; sources are only read.
+memory. Does not own: what is copied where. Invariants: on return every target holds its source's value; sources are only read;
+and when a copy has raised, whatever it was, no thread writes to a target any more.
 What is on a device is copied by the caller's thread alone: in others its default stream is current, which waits for none of the
 caller's.
 """
@@ -9,11 +10,15 @@ caller's.
 from __future__ import annotations
 
 import contextlib
+import queue
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+
+from .aside import aside
 
 _LARGE = 1 << 20
 """Tensors of so many bytes are copied one by one; smaller ones in one batched call."""
@@ -80,6 +85,62 @@ class Destinations:
         return found
 
 
+class _Shared:
+    """The pieces of one copy that other threads write, until its caller ends it.
+
+    A signal's handler may raise between any two steps of the caller's, also while it hands pieces out. So nothing depends on
+    what the caller knows of them, and what it waits on is no lock of Python's, which such an interrupt may leave taken.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._writing = 0
+        self._written: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def copy(self, pair: Pair) -> None:
+        """Write a piece, unless the copy is over; for the copying threads."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._writing += 1
+        failure: BaseException | None = None
+        try:
+            _copy(pair)
+        except BaseException as raised:  # raised where the copy is waited for
+            failure = raised
+        with self._lock:
+            self._writing -= 1
+        self._written.put(failure)
+
+    def wait(self, pieces: int) -> None:
+        """Wait until so many pieces are written.
+
+        Raises:
+            Exception: The first that writing one raised.
+        """
+        for _ in range(pieces):
+            failure = self._written.get()
+            if failure is not None:
+                raise failure
+
+    def end(self) -> None:
+        """Begin no piece any more, and wait for those that are being written, however often that is interrupted; idempotent."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._lock:
+                    self._is_over = True
+                # Counted before it is told: as long as one is being written, there is something to come.
+                while self._writing:
+                    self._written.get()
+                break
+            except BaseException as raised:  # raised at the end
+                interrupt = raised
+        if interrupt is not None:
+            raise interrupt
+
+
 class Copier:
     """Copies tensors. One per Checkpointer; not thread-safe.
 
@@ -102,16 +163,27 @@ class Copier:
             raise ValueError(f"{len(sources)} tensors to copy, {targets.rows} places for them")
         # Where torch has threads of its own, a copy is parallel already.
         threaded = targets.large_bytes >= _THREADED and self._threads > 1 and torch.get_num_threads() == 1
+        shared = _Shared()
+        # Twice: two signals that come at once raise one behind the other, and the second may be the first thing that `end` sees.
+        try:
+            try:
+                self._copy(targets, sources, shared, threaded=threaded)
+            finally:
+                shared.end()
+        finally:
+            shared.end()
+
+    def _copy(self, targets: Destinations, sources: Sequence[torch.Tensor], shared: _Shared, *, threaded: bool) -> None:
         with torch.no_grad():
             large = [pair for row, into, size in targets.single for pair in _pieces(into, copyable(sources[row]), size)]
-            pending = [self._executor().submit(_copy, pair) for pair in large if _is_on_host(pair)] if threaded else []
+            handed_out = [pair for pair in large if threaded and _is_on_host(pair)]
+            self.beside(shared.copy, handed_out)
             for pair in large:
                 if not threaded or not _is_on_host(pair):
                     _copy(pair)
             if targets.small:
                 torch._foreach_copy_(targets.small, targets.small_sources(sources))
-        for future in pending:
-            future.result()
+        shared.wait(len(handed_out))
 
     def beside(self, work: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[Future[_Result]]:
         """Begin work on each item in the copying threads, and return at once; copies that follow share them.
@@ -121,7 +193,12 @@ class Copier:
                 there: gradients are recorded, and an accelerator's default stream is current.
             items: One call each.
         """
-        return [self._executor().submit(work, item) for item in items]
+        held = list(items)
+        if not held:
+            return []
+        pool = self._executor()
+        begun: list[Future[_Result]] = aside(lambda: [pool.submit(work, item) for item in held])
+        return begun
 
     def _executor(self) -> ThreadPoolExecutor:
         if self._pool is None:

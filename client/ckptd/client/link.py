@@ -30,7 +30,8 @@ from ckptd.protos.agent_pb2 import (
 from ckptd.protos.failpoints import failpoint
 
 from . import embedded
-from .channel import AgentChannel, aside, connect, error_of, is_lost, settle, was_answered
+from .aside import aside, settle
+from .channel import AgentChannel, connect, error_of, is_lost, was_answered
 from .config import Config
 from .errors import CkptdError, InvalidRequest, Unavailable, from_wire
 from .handles import Ledger

@@ -15,10 +15,11 @@ from typing import Protocol
 
 import torch
 
+from ckptd.protos import error_pb2
 from ckptd.protos.agent_pb2 import ReadRestoredRequest, SlotBytes
 from ckptd.storage_backends import file_locks
 
-from .errors import CkptdError
+from .errors import Aborted, CkptdError
 from .link import SessionLostError
 
 
@@ -122,7 +123,7 @@ def _given_up(path: str, why: str) -> SessionLostError:
 
 
 class StreamedFiles:
-    """Files that only the agent can reach.
+    """Files that only the agent can reach; it reads none that it has given up.
 
     Args:
         request: Sends a request and yields the messages of its answer.
@@ -141,10 +142,15 @@ class StreamedFiles:
         view = found.numpy().data
         got = 0
         message = ReadRestoredRequest(session=self._session, file=path, offset=offset, nbytes=nbytes)
-        for part in self._request(message):
-            at = part.offset - offset
-            view[at : at + len(part.data)] = part.data
-            got += len(part.data)
+        try:
+            for part in self._request(message):
+                at = part.offset - offset
+                view[at : at + len(part.data)] = part.data
+                got += len(part.data)
+        except Aborted as aborted:
+            if aborted.reason != error_pb2.REASON_ABORTED:
+                raise
+            raise _given_up(path, "is no part of the restore any more") from aborted
         if got != nbytes:
             raise _short(path, offset, nbytes, offset + got)
         return found

@@ -125,6 +125,7 @@ class StreamedSlot:
         self._reply = reply
         self._session = session
         self._step = step
+        self._is_over = False
 
     def write_tensors(self, plan: SlotPlan, views: Sequence[torch.Tensor]) -> None:
         """See `staging.SlotWriter`.
@@ -135,7 +136,7 @@ class StreamedSlot:
         rows = [(views[row], self._reply.data_offset + at) for row, at in zip(plan.written, plan.offsets, strict=True)]
         near = [(view, at) for view, at in rows if view.device.type == "cpu"]
         if near:
-            self._send(self._messages((at, plain_bytes(view)) for view, at in near))
+            self._put((at, plain_bytes(view)) for view, at in near)
         batch: list[tuple[int, memoryview]] = []
         size = 0
         for view, at in rows:
@@ -143,19 +144,29 @@ class StreamedSlot:
                 batch.append((at, plain_bytes(view)))
                 size += len(batch[-1][1])
                 if size >= _DEVICE_BYTES:
-                    self._send(self._messages(iter(batch)))
+                    self._put(iter(batch))
                     batch, size = [], 0
         if batch:
-            self._send(self._messages(iter(batch)))
+            self._put(iter(batch))
 
     def write_tail(self, tail: bytes) -> None:
         """See `staging.SlotWriter`."""
-        self._send(self._messages(iter([(self._reply.tail_offset, memoryview(tail))])))
+        self._put(iter([(self._reply.tail_offset, memoryview(tail))]))
+
+    def _put(self, spans: Iterator[tuple[int, memoryview]]) -> None:
+        try:
+            self._send(self._messages(spans))
+        except BaseException:
+            # The call may go on when the wait for it was interrupted: it must not read a state that is no cut any more.
+            self._is_over = True
+            raise
 
     def _messages(self, spans: Iterator[tuple[int, memoryview]]) -> Iterator[SlotBytes]:
         first = True
         for offset, data in spans:
             for begin in range(0, len(data), MESSAGE_BYTES):
+                if self._is_over:
+                    return
                 part = SlotBytes(offset=offset + begin, data=bytes(data[begin : begin + MESSAGE_BYTES]))
                 if first:
                     part.session, part.step, part.slot = self._session, self._step, self._reply.slot

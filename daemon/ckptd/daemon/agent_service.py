@@ -123,17 +123,23 @@ class AgentService(agent_pb2_grpc.AgentServicer):
     @guarded
     async def WriteSlot(self, parts: AsyncIterator[agent_pb2.SlotBytes], context: Context) -> agent_pb2.SlotBytesReply:  # noqa: N802
         """See agent.proto."""
-        slot = None
+        first: agent_pb2.SlotBytes | None = None
         received = 0
         async for part in parts:
-            if slot is None:
+            if first is None:
+                first = part
                 session, link = self._agent.session(part.session)
                 snapshot = link.saves.snapshot(part.step)
-                if snapshot is None or session.rank not in snapshot.slots:
-                    raise DaemonError.of(
-                        f"step {part.step}: it was given up meanwhile", reason=error_pb2.REASON_ABORTED, step=part.step
-                    )
-                slot = snapshot.slots[session.rank]
+                slot = snapshot.slots.get(session.rank) if snapshot is not None else None
+            # Each time: the call of a rank that was interrupted goes on, while the slot is the next step's, of the same process.
+            if snapshot is None or slot is None or snapshot.dropped or snapshot.slots.get(session.rank) is not slot:
+                raise DaemonError.of(
+                    f"step {first.step}: it was given up meanwhile",
+                    reason=error_pb2.REASON_ABORTED,
+                    step=first.step,
+                    rank=session.rank,
+                    phase="stage",
+                )
             try:
                 slot.write(part.offset, part.data)
             except ValueError as wrong:

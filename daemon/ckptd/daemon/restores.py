@@ -10,6 +10,7 @@ read stay as they are until every rank is done.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -152,16 +153,14 @@ class NodeRestore:
         """Return restored bytes for a rank that cannot map files.
 
         Raises:
-            DaemonError: INVALID_ARGUMENT, the file is none of this restore.
+            DaemonError: ABORTED, the file is none of this restore, or not any more: the rank asks to restore again.
         """
         plan = self._attempt.plan if self._attempt is not None else None
-        if plan is None or Path(file) not in plan.files:
-            raise DaemonError.of(
-                f"{file} is not part of the present restore", reason=error_pb2.REASON_INVALID_ARGUMENT, object=file
-            )
-        with Path(file).open("rb") as opened:
-            opened.seek(offset)
-            return memoryview(opened.read(nbytes))
+        if plan is not None and Path(file) in plan.files:
+            with contextlib.suppress(FileNotFoundError), Path(file).open("rb") as opened:
+                opened.seek(offset)
+                return memoryview(opened.read(nbytes))
+        raise DaemonError.of(f"{file} is not part of the present restore", reason=error_pb2.REASON_ABORTED, object=file)
 
     def rank_gone(self, rank: int) -> None:
         """A rank has ended: its calls end, and nobody waits for it to copy."""
