@@ -148,9 +148,15 @@ def test_what_a_per_rank_below_the_top_holds_is_filled_in_place(make: Make) -> N
     assert t.tolist() == [0, 1, 2]
 
 
-def test_a_parameter_and_its_detached_self_stay_what_they_are(make: Make) -> None:
-    """Stored once, in two places: one with gradients and one without, whichever comes first, and their memory is one."""
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_parameter_and_its_detached_self_stay_what_they_are(make: Make, is_shown: bool) -> None:
+    """Stored once, in two places: one with gradients and one without, whichever comes first, and their memory is one.
+
+    A hook that passes on what it sees changes nothing of that.
+    """
     checkpointer = make()
+    for name in "ab" if is_shown else "":
+        checkpointer.on_load(name, lambda value: value)
     parameter = nn.Parameter(torch.arange(2.0))
     checkpointer.save(
         1, {"a": {"p": parameter, "d": parameter.detach()}, "b": {"d": parameter.detach(), "p": parameter}}

@@ -160,7 +160,12 @@ class LiveGrafts(Grafts):
 
     def __init__(self, alike: Callable[[object, object], bool], filled: Iterable[object]) -> None:
         super().__init__(alike)
-        self._filled = {id(leaf) for leaf in filled}
+        self._filled: set[int] = set()
+        self.note(filled)
+
+    def note(self, filled: Iterable[object]) -> None:
+        """Take these for tensors that the restore filled, too; they must live as long as this."""
+        self._filled.update(map(id, filled))
 
     def graft(self, target: object, restored: object) -> object:
         """Put `restored` in the place of `target` and return what stands there, see `Grafts`."""
@@ -254,7 +259,10 @@ class TrackedValue:
 
     def load(self, value: object, grafts: LiveGrafts) -> None:
         """Put the value into the mapping, keeping the containers that stand there."""
-        self._holder[self._key] = grafts.graft(self._holder[self._key], value)
+        held = self._holder[self._key]
+        # What a hook has seen of a live tensor was another one.
+        grafts.note(found.leaf for found in live_leaves(self.name, held).values())
+        self._holder[self._key] = grafts.graft(held, value)
 
 
 class TrackedRng:
