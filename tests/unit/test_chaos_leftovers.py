@@ -76,6 +76,15 @@ def test_an_object_that_nothing_needs_and_no_sweep_deletes_is_named(key: str) ->
     assert left(facts_of(store)) == ((key,), (), "")
 
 
+def test_what_an_agent_left_that_was_killed_as_it_tried_the_store_is_no_leak() -> None:
+    """A later sweep takes it; a name that only begins so is foreign."""
+    store, _ = built()
+    store.put(f"probe/{1_790_000_000:010x}-{'a' * 24}", b"x")
+    assert left(facts_of(store)) == ((), (), "")
+    store.put("probe/x", b"x")
+    assert left(facts_of(store)) == (("probe/x",), (), "")
+
+
 def test_a_chunk_of_a_listed_step_that_its_indexes_do_not_name_is_garbage() -> None:
     """The sweep finds it, so it is no leak."""
     store, _ = built()

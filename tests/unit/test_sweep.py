@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 from fixtures.at_rest import make_claim, put_claim, timeline
@@ -14,7 +15,11 @@ from ckptd.daemon.roots import RootGoneError, needed_chunks
 from ckptd.daemon.sweep import SweepStoppedError, plan_sweep, sweep
 from ckptd.daemon.verify import Verdict, verify_step
 from ckptd.storage_backends.base import ObjectInfo, PutMode
+from ckptd.storage_backends.errors import StorageError
+from ckptd.storage_backends.fault_script import Fault, FaultKind, Op
+from ckptd.storage_backends.faulty import FaultyStore
 from ckptd.storage_backends.memory import MemoryStore
+from ckptd.storage_backends.probe import ABANDONED_S, probe
 
 
 def keys(store: MemoryStore) -> set[str]:
@@ -72,6 +77,28 @@ def test_a_dry_run_deletes_nothing() -> None:
     assert keys(store) == before
     assert planned == sweep(store)
     assert keys(store) == before - {info.key for info in planned.delete}
+
+
+def test_a_probe_that_was_killed_goes_when_it_is_a_day_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that may be under way stays, and so does what only looks like one."""
+    store = MemoryStore()
+    root = RootBuilder(store)
+    root.start()
+    root.commit(10)
+    killed = FaultyStore(store, Fault(kind=FaultKind.ERROR, op=Op.DELETE, prefix="probe/", times=None))
+    monkeypatch.setattr(time, "time", lambda: 1_790_000_000.0)
+    with pytest.raises(StorageError):
+        probe(killed)
+    store.put("probe/notes", b"x")
+    left = keys(store)
+    (made,) = [key for key in left if key.startswith("probe/") and key != "probe/notes"]
+    monkeypatch.setattr(time, "time", lambda: 1_790_000_000.0 + ABANDONED_S)
+    assert sweep(store).delete == []
+    monkeypatch.setattr(time, "time", lambda: 1_790_000_002.0 + ABANDONED_S)
+    assert [info.key for info in sweep(store, dry_run=True).delete] == [made]
+    sweep(store)
+    assert keys(store) == left - {made}
+    assert good(store) == [10]
 
 
 def test_nothing_newer_than_the_newest_record_is_touched() -> None:

@@ -16,6 +16,7 @@ from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.keys import ChunkKey, DecisionKey, IndexKey, RecordKey, StepId, parse_key
 from ckptd.daemon.sweep import sweep
 from ckptd.storage_backends.base import RESERVED_FOLDER, ObjectStore
+from ckptd.storage_backends.probe import is_probe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +69,9 @@ def leftovers(
 
 
 def _stays(key: str, newest: RecordKey | None, kept: Collection[StepId]) -> bool:
-    """Whether a key stays by its name alone: claims, start records, pins, and what a newer record will decide about."""
+    """Whether a key stays by its name alone: claims, start records, pins, what a newer record or sweep will decide about."""
+    if is_probe(key):
+        return True  # of an agent that was killed as it tried the store: a sweep takes it when it is a day old
     parsed = parse_key(key)
     if parsed is None:
         return False  # foreign: in a root that only the harness's job wrote to, nobody put it there on purpose

@@ -14,6 +14,7 @@ from typing import Any
 from ckptd.protos import error_pb2
 
 from .errors import InvalidRequest
+from .optimizer_state import BY_PARAMETER
 from .stored import Stored
 from .tree import component, text_key
 
@@ -160,7 +161,8 @@ class RenamedStored(Stored):
             {**group, "params": [self.parameter(optimizer, name) for name in group["params"]]}
             for group in value["param_groups"]
         ]
-        return {**value, "param_groups": groups, **{key: renamed(value[key]) for key in ("state", "empty")}}
+        by_parameter = [key for key in BY_PARAMETER if key in value]  # not all steps have all
+        return {**value, "param_groups": groups, **{key: renamed(value[key]) for key in by_parameter}}
 
     def module_value(self, module: str, value: Any) -> Any:
         """Return a module's stored extra state with the names of its submodules here."""

@@ -7,7 +7,7 @@ all ranks that had it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -15,7 +15,7 @@ from ckptd.protos import error_pb2
 
 from .alike import bits
 from .errors import InvalidRequest
-from .optimizer_state import on_host
+from .optimizer_state import is_local, on_host
 from .resharding import Absent
 
 _SHOWN = 3
@@ -35,8 +35,9 @@ def merged(name: str, values: Sequence[Mapping[str, Any]], here: Sequence[Abstra
         InvalidRequest: a parameter that no stored rank knew; hyperparameters or state values that differ between the
             ranks that had them.
     """
+    all_here: AbstractSet[str] = set().union(*here)
     known = {each for value in values for group in value["param_groups"] for each in group["params"]}
-    strange = sorted(set().union(*here) - known)
+    strange = sorted(all_here - known)
     if strange:
         raise _error(
             name,
@@ -44,29 +45,37 @@ def merged(name: str, values: Sequence[Mapping[str, Any]], here: Sequence[Abstra
             key=f"{name}/param_groups",
             hint="build the optimizer with the same param_groups as the run that saved",
         )
-    host = sorted({key for value in values for key in value["host"]})
+    host, local = (sorted({key for value in values for key in value[word]}) for word in ("host", "local"))
     whole = {
         "param_groups": [_group(name, number, params, values, len(here)) for number, params in enumerate(here)],
-        "state": _state(name, values, set().union(*here)),
+        "state": _state(name, values, all_here),
         # A shard without elements there may have some here: all state tensors are asked for by name.
         "empty": {},
         "host": host,
-        "local": sorted({key for value in values for key in value["local"]}),
+        "local": local,
     }
-    device = _on_device(host, values, set().union(*here)) if host else {}
-    return {**whole, "device": device} if device else whole
+    mixed = {
+        "device": _otherwise(host, on_host, values, all_here),
+        "sharded": _otherwise(local, is_local, values, all_here),
+    }
+    return {**whole, **{word: names for word, names in mixed.items() if names}}
 
 
-def _on_device(
-    host: Sequence[str], values: Sequence[Mapping[str, Any]], here: AbstractSet[str]
+def _otherwise(
+    keys: Sequence[str],
+    holds: Callable[[Mapping[str, Any], str, str], bool],
+    values: Sequence[Mapping[str, Any]],
+    here: AbstractSet[str],
 ) -> dict[str, list[str]]:
-    """Return the keys that no rank which had the parameter kept on the host, where others did of theirs."""
+    """Return the keys that hold for no rank which had the parameter, where they do for others of theirs."""
+    if not keys:
+        return {}
     kept: dict[str, set[str]] = {parameter: set() for parameter in here}
     for value in values:
         for group in value["param_groups"]:
             for parameter in here & set(group["params"]):
-                kept[parameter] |= {key for key in host if on_host(value, parameter, key)}
-    return {parameter: left for parameter, keys in sorted(kept.items()) if (left := sorted(set(host) - keys))}
+                kept[parameter] |= {key for key in keys if holds(value, parameter, key)}
+    return {parameter: left for parameter, held in sorted(kept.items()) if (left := sorted(set(keys) - held))}
 
 
 def _group(

@@ -8,7 +8,9 @@ Everything else is in the object `<name>`: {"param_groups": hyperparameters with
 value}} for what is no tensor, "empty": {parameter: {key: dtype}} for shards without elements here, which have no row
 ((dtype, global shape) where that is not the parameter's), "host": keys whose tensors stay on the host beside a parameter
 on a device, "device": {parameter: keys of "host" whose tensors do not, of this parameter} where there are any, "local": keys that
-hold plain local tensors beside a DTensor}.
+hold plain local tensors beside a DTensor, "sharded": {parameter: keys of "local" that hold a DTensor, of this parameter} where
+there are any}. A tensor that stands in the state under two names is a shard under the first, and a reference to it in "state"
+under the other.
 """
 
 from __future__ import annotations
@@ -25,11 +27,14 @@ from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK, Value
 
 from .errors import InvalidRequest
 from .modules import ParameterName
-from .sharding import Pieces, is_tensor_leaf, pieces_of
+from .placements import beside
+from .sharding import PLAIN_TYPES, Pieces, is_tensor_leaf, pieces_of
 from .state import Segment
 from .stored import Stored
 from .unchanged import Look
 
+BY_PARAMETER = ("state", "empty", "device", "sharded")
+"""What in the object goes by names of parameters."""
 Names = Mapping[int, ParameterName]
 """id of a parameter → where it was found."""
 
@@ -70,6 +75,7 @@ class HeldState:
     host: set[str] = field(default_factory=set)
     device: dict[str, set[str]] = field(default_factory=dict)
     local: set[str] = field(default_factory=set)
+    sharded: dict[str, set[str]] = field(default_factory=dict)
 
     def add(  # noqa: PLR0917 - one state tensor with everything around it
         self, name: str, key: str, pieces: Pieces, value: object, parameter: torch.Tensor, scope: int
@@ -80,9 +86,14 @@ class HeldState:
                 self.host.add(key)
             else:
                 self.device.setdefault(name, set()).add(key)
-        if scope == SCOPE_GLOBAL and isinstance(parameter, DTensor) and type(value) is torch.Tensor and value.ndim:
-            # A plain tensor beside a sharded parameter: its shard if it has the local shape, else the rank's own.
+        if isinstance(value, DTensor):
+            self.sharded.setdefault(name, set()).add(key)
+        if scope == SCOPE_GLOBAL and isinstance(parameter, DTensor) and type(value) is torch.Tensor:
+            # A plain tensor beside a sharded parameter: its shard if it has the local shape, else the rank's own. A scalar is
+            # the same everywhere; beside a parameter that is one, nothing else says that it is a plain one.
             of_parameter = pieces_of(parameter, name)
+            if not value.ndim and (parameter.ndim or not of_parameter.boxes):
+                return pieces, scope
             if of_parameter.local.shape != value.shape:
                 return pieces, SCOPE_PER_RANK
             self.local.add(key)
@@ -97,13 +108,21 @@ class HeldState:
         """Return it as a value that can be stored."""
         whole = {"state": self.state, "empty": self.empty, "host": sorted(self.host), "local": sorted(self.local)}
         # Groups may differ: one that is fused or capturable keeps its step counters on the device, any other on the host.
-        mixed = {name: sorted(keys & self.host) for name, keys in self.device.items() if keys & self.host}
-        return {**whole, "device": mixed} if mixed else whole
+        mixed = {
+            "device": {name: sorted(keys & self.host) for name, keys in self.device.items() if keys & self.host},
+            "sharded": {name: sorted(keys & self.local) for name, keys in self.sharded.items() if keys & self.local},
+        }
+        return {**whole, **{word: names for word, names in mixed.items() if names}}
 
 
 def on_host(value: Mapping[str, Any], parameter: str, key: str) -> bool:
     """Say whether a state tensor stays on the host, by the stored object."""
     return key in value["host"] and key not in value.get("device", {}).get(parameter, ())
+
+
+def is_local(value: Mapping[str, Any], parameter: str, key: str) -> bool:
+    """Say whether a state tensor is a plain local one beside a DTensor, by the stored object."""
+    return key in value["local"] and key not in value.get("sharded", {}).get(parameter, ())
 
 
 def empty_shard(live: object, parameter: torch.Tensor, key: str, look: Any) -> object:
@@ -115,7 +134,9 @@ def empty_shard(live: object, parameter: torch.Tensor, key: str, look: Any) -> o
             return live
     if shape == parameter.shape or not isinstance(parameter, DTensor):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    return empty(shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
+    mesh = parameter.device_mesh
+    placements = beside(parameter.placements, mesh.shape, parameter.shape, shape)
+    return empty(shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
 
 def check_empty(live: object, parameter: torch.Tensor, name: str, look: Any) -> None:
@@ -136,8 +157,14 @@ def check_empty(live: object, parameter: torch.Tensor, name: str, look: Any) -> 
 
 def looks_alike(live: torch.Tensor, found: torch.Tensor) -> bool:
     """Say whether a stored tensor can be copied into a living one as it is."""
-    # Of another dtype the copy would be a conversion.
-    return live.shape == found.shape and live.dtype == found.dtype and type(live) is type(found)
+    # Of another dtype the copy would be a conversion. A parameter may be a rate, and stored is always a plain tensor.
+    is_one_kind = type(live) is type(found) or (is_plain_kind(live) and is_plain_kind(found))
+    return live.shape == found.shape and live.dtype == found.dtype and is_one_kind
+
+
+def is_plain_kind(tensor: torch.Tensor) -> bool:
+    """Say whether the tensor is a plain one, a parameter, or a buffer: these mean the same."""
+    return type(tensor) in PLAIN_TYPES
 
 
 def device_of(stored: Stored, name: str, parameter: torch.Tensor) -> torch.device:
@@ -146,12 +173,20 @@ def device_of(stored: Stored, name: str, parameter: torch.Tensor) -> torch.devic
     return torch.device("cpu") if stored.rows[name][0].global_shape == () else parameter.device
 
 
-def placed(tensor: Any, parameter: torch.Tensor, *, on_host: bool, is_local: bool) -> Any:
-    """Return a restored state tensor as the optimizer held it: on the host, or as a plain local tensor."""
-    if is_local and isinstance(tensor, DTensor):
+def as_held(tensor: Any, parameter: torch.Tensor, value: Mapping[str, Any], name: str, key: str) -> Any:
+    """Return a restored state tensor as the optimizer held it: on the host, or as a plain local tensor.
+
+    Args:
+        tensor: It.
+        parameter: The one whose state it is.
+        value: The stored object.
+        name: Of the parameter in it.
+        key: Of the state.
+    """
+    if isinstance(tensor, DTensor) and is_local(value, name, key):
         with torch.no_grad():
             tensor = tensor.to_local()
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
         return tensor
-    target = torch.device("cpu") if on_host else parameter.device
+    target = torch.device("cpu") if on_host(value, name, key) else parameter.device
     return tensor if tensor.device == target else tensor.to(target)

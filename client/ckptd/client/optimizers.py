@@ -18,13 +18,11 @@ from torch.optim import Optimizer
 from ckptd.protos import error_pb2
 from ckptd.protos.snapshot_pb2 import SCOPE_PER_RANK, Value
 
-from . import optimizer_merge
-from .copying import writing
+from . import optimizer_merge, optimizer_rates
 from .errors import InvalidRequest
 from .modules import ParameterName
-from .optimizer_state import HeldState, Names, Seen, check_empty, device_of, empty_shard, looks_alike, on_host, placed
+from .optimizer_state import HeldState, Names, Seen, as_held, check_empty, device_of, empty_shard
 from .sharding import is_tensor_leaf, pieces_of
-from .staging import plain_bytes
 from .state import FROZEN, TRAINED, Collector
 from .stored import Stored
 from .targets import Targets
@@ -117,6 +115,7 @@ class TrackedOptimizer:
             views += entries.values()
         return (
             with_state == len(state)
+            and len(set(map(id, views))) == len(views)
             and same_looks(unnamed, seen.looks)
             and same_looks(views, seen.state_looks)
             and have_memory(views)
@@ -131,6 +130,7 @@ class TrackedOptimizer:
         keys: list[tuple[object, ...] | None] = []
         groups: list[list[str]] = [[] for _ in self._optimizer.param_groups]
         seen: set[int] = set()
+        owners: dict[tuple[int, int], str] = {}
         for number, parameter, name, scope in self._parameters(names):
             groups[number].append(name)
             parameters.append(parameter)
@@ -143,7 +143,13 @@ class TrackedOptimizer:
                 full = self._state_name(name, key)
                 if isinstance(key, str) and is_tensor_leaf(value):
                     pieces, scope_here = found.add(name, key, pieces_of(value, full), value, parameter, scope)
-                    collector.pieces(full, pieces, scope=collector.scope_of(full, value, scope_here), group=group)
+                    scope_here = collector.scope_of(full, value, scope_here)
+                    # Without elements here it has no row that could be referred to.
+                    owner = owners.setdefault((id(value), scope_here), full) if pieces.boxes else full
+                    if owner == full:
+                        collector.pieces(full, pieces, scope=scope_here, group=group)
+                    else:
+                        found.state.setdefault(name, {})[key] = Value(tensor=owner)
                 else:
                     sink = functools.partial(collector.tensor, scope=scope, group=group)
                     encoded = encode(value, full, is_tensor=is_tensor_leaf, tensor=sink)
@@ -196,9 +202,11 @@ class TrackedOptimizer:
             if is_tensor_leaf(live) and targets.fits(name, live, scope=scope):
                 targets.fill(name, live, scope=scope)
             else:
-                targets.fresh(name, like=parameter, device=device_of(stored, name, parameter))
-        for name in stored.names_below(f"{self.name}/param_groups"):
-            targets.fresh(name)
+                device = device_of(stored, name, parameter)
+                # A plain tensor of another shape than its shard is stored as the rank's own; nested ones are not told apart.
+                is_beside = len(parts) == 2 and text_key(parts[1]) is not None
+                targets.fresh(name, like=parameter, device=device, is_beside=is_beside)
+        optimizer_rates.prepare(f"{self.name}/param_groups", self._optimizer.param_groups, stored, targets)
         for name in stored.as_collected(name for name, _ in stored.own_below(prefix)):
             parts = split(name)[depth:]
             if (found := parameters.get(text_key(parts[0]) or "")) is not None:
@@ -255,7 +263,7 @@ class TrackedOptimizer:
         value: Any,
         tensors: Mapping[str, object],
         names: Names,
-        written: dict[object, torch.Tensor] | None = None,
+        rates: optimizer_rates.Rates | None = None,
     ) -> None:
         """Put state and hyperparameters in place; state that was not saved goes away.
 
@@ -265,7 +273,7 @@ class TrackedOptimizer:
             value: The decoded object.
             tensors: Restored tensors by name.
             names: Of parameters.
-            written: Hyperparameters that were filled in place in this restore, of other optimizers too; more are added.
+            rates: Puts back hyperparameters that are tensors, of other optimizers of this restore too.
         """
         prefix = f"{self.name}/state"
         depth = len(split(prefix))
@@ -275,56 +283,40 @@ class TrackedOptimizer:
                 parameter_name, key = map(text_key, parts)
                 if parameter_name is not None and key is not None:  # other keys are in the object
                     direct.setdefault(parameter_name, {})[key] = tensor
-        local = set(value["local"])
         called: list[list[str]] = [[] for _ in self._optimizer.param_groups]
+        once: dict[int, Any] = {}
+        """id of a restored tensor: how it is held here. It may be in the state under several names."""
+        states: list[tuple[torch.Tensor, str, dict[Any, Any]]] = []
         for number, parameter, name, _ in self._parameters(names):
             called[number].append(name)
             held = direct.get(name, {})
             with torch.no_grad():
                 for key, look in value["empty"].get(name, {}).items():
                     held.setdefault(key, empty_shard(self._live(parameter, key), parameter, key, look))
-            state: dict[Any, Any] = {
-                key: placed(tensor, parameter, on_host=on_host(value, name, key), is_local=key in local)
-                for key, tensor in held.items()
-            }
-            state.update(value["state"].get(name, {}))
+            state: dict[Any, Any] = {key: as_held(tensor, parameter, value, name, key) for key, tensor in held.items()}
+            once.update({id(tensor): state[key] for key, tensor in held.items()})
+            states.append((parameter, name, state))
+        for parameter, name, state in states:
+            for key, item in value["state"].get(name, {}).items():
+                if isinstance(key, str) and isinstance(item, torch.Tensor):
+                    item = once.setdefault(id(item), as_held(item, parameter, value, name, key))  # noqa: PLW2901 - as held
+                state[key] = item
             if state or parameter in self._optimizer.state:
                 entries = self._optimizer.state[parameter]
                 entries.clear()
                 entries.update(state)
                 if not state:
                     del self._optimizer.state[parameter]
-        written = {} if written is None else written
+        pairs: list[tuple[dict[str, Any], str, object]] = []
         for group, stored, params in zip(self._optimizer.param_groups, value["param_groups"], called, strict=True):
             given = optimizer_merge.given_names(stored)
             for key, found in stored.items():
-                if key == "params":
-                    continue
                 if key == optimizer_merge.GIVEN_NAMES and given:
                     # By position, and parameters may stand in another order here.
                     group[key] = [given[name] for name in params]
-                    continue
-                live = group.get(key)
-                if isinstance(live, torch.Tensor) and isinstance(found, torch.Tensor):
-                    group[key] = _filled(live, found, written)
-                else:
-                    group[key] = found
-
-
-def _filled(live: torch.Tensor, found: torch.Tensor, written: dict[object, torch.Tensor]) -> torch.Tensor:
-    """Return the live tensor with the stored value, or one of its own where it cannot have it.
-
-    Groups may share one: it is the value of all only where they were stored with equal ones.
-    """
-    place = (live.device, live.data_ptr())
-    if not looks_alike(live, found):
-        return found.to(live.device)
-    if place in written:
-        return live if plain_bytes(written[place]) == plain_bytes(found) else found.to(live.device)
-    with writing(live):
-        live.copy_(found)
-    written[place] = found
-    return live
+                elif key != "params":
+                    pairs.append((group, key, found))
+        (rates or optimizer_rates.Rates()).put(pairs)
 
 
 def _groups(value: Any, name: str) -> list[dict[str, Any]]:

@@ -43,6 +43,30 @@ class LocalBox:
     local_offset: tuple[int, ...]
 
 
+def beside(
+    placements: Sequence[Placement], mesh_shape: Sequence[int], parameter: Sequence[int], shape: Sequence[int]
+) -> tuple[Placement, ...]:
+    """Return the placements of a tensor that one rank holds whole, or nothing of, beside a parameter of another shape.
+
+    A rank that holds all of one row cannot tell a shard from a replica, and all must say the same: it is sharded where its
+    parameter has one row too, as a reduction along another dimension leaves it, else a replica.
+
+    Args:
+        placements: Of the parameter.
+        mesh_shape: Of their mesh.
+        parameter: Global shape of the parameter.
+        shape: Global shape of the tensor.
+    """
+
+    def stays(placement: Placement, size: int) -> bool:
+        if type(placement) is not Shard or not placement.dim < min(len(parameter), len(shape)):
+            return False
+        return size == 1 or parameter[placement.dim] == shape[placement.dim] == 1
+
+    pairs = zip(placements, mesh_shape, strict=True)
+    return tuple(placement if stays(placement, size) else Replicate() for placement, size in pairs)
+
+
 def chunk(size: int, parts: int, index: int) -> Run:
     """Return what `torch.chunk` gives: pieces of ceil(size / parts), the last ones shorter or empty."""
     step = -(-size // parts)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from . import rng
+from . import optimizer_rates, rng
 from .alike import alike
 from .differences import misfit, two_values
 from .generators import Generator, TrackedGenerator
@@ -71,6 +71,8 @@ class Restoring:
             # What other things' `state_dict()` gives need not be live, and nothing of them is asked for.
             if isinstance(thing, TrackedModule | TrackedValue):
                 thing.keep(targets)
+        taken = [each.name for each in self._optimizers if each.name in stored.objects]
+        optimizer_rates.keep(tracked, taken, targets)
         for module in self._modules:
             module.prepare(stored, self.targets)
         for optimizer in self._optimizers:
@@ -211,10 +213,10 @@ class Restoring:
         self.targets.settle()
         for module in self._modules:
             module.load(self._values.get(module.name))
-        written: dict[object, Tensor] = {}
+        rates = optimizer_rates.Rates(self.targets.standing())
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
-                optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names, written)
+                optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names, rates)
         grafts = LiveGrafts(alike, self.targets.tensors.values())
         for other in self._others:
             if other.name not in self._values:

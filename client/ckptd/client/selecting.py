@@ -24,7 +24,7 @@ from .sharding import Pieces, dtype_of, pieces_of
 from .shown import How
 from .stored import Stored
 from .targets import Targets
-from .tree import component
+from .tree import component, split
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +121,8 @@ class ChosenTargets(Targets):
         self._cast_from: dict[int, torch.dtype] = {}
         """id of a live tensor, which stays alive in `tensors` or `_tied`: the dtype it is stored in."""
         self._tied: list[object] = []
+        self._counters: dict[str, frozenset[str]] = {}
+        """Optimizer: components of keys whose state has no dimensions beside a parameter that has some."""
         for pattern in chosen.only or ():
             _check_pattern(pattern, self._modules, self._optimizers | frozenset(others))
 
@@ -163,16 +165,21 @@ class ChosenTargets(Targets):
                 self._tied.append(leaf)
 
     def fresh(
-        self, name: str, *, like: torch.Tensor | None = None, device: torch.device | None = None
+        self,
+        name: str,
+        *,
+        like: torch.Tensor | None = None,
+        device: torch.device | None = None,
+        is_beside: bool = False,
     ) -> torch.Tensor | None:
         """Ask for a stored tensor for which nothing stands yet, in its parameter's dtype where that is cast."""
         if not self._chosen.reaches(name.split("/", 1)[0]):
             return None
         first = self.stored.rows[name][0]
         if like is None or first.global_shape != tuple(like.shape):
-            return super().fresh(name, like=like, device=device)
-        if self._cast_from.get(id(like)) != dtype_of(first.dtype):
-            return super().fresh(name, like=like, device=device)
+            return super().fresh(name, like=like, device=device, is_beside=is_beside)
+        if self._cast_from.get(id(like)) != dtype_of(first.dtype) or self._is_counter(name):
+            return super().fresh(name, like=like, device=device, is_beside=is_beside)
         self._claimed.add(name)
         with torch.no_grad():
             made = torch.empty_like(like, requires_grad=False)
@@ -180,6 +187,31 @@ class ChosenTargets(Targets):
             self._want(name, pieces_of(made, name), is_apart=True)
         self.tensors[name] = made
         return made
+
+    def _is_counter(self, name: str) -> bool:
+        """Say whether an optimizer's state without dimensions is no moment of a parameter that has none either.
+
+        "step" is none, as torch has it, nor is what has no dimensions beside a parameter whose other state has some.
+        """
+        *above, _, key = split(name)
+        if self.stored.rows[name][0].global_shape or above[1:] != ["state"]:
+            return False
+        if key == "step":
+            return True
+        top = above[0]
+        if top not in self._counters:
+            shapes: dict[str, dict[str, bool]] = {}
+            for each in self.stored.names_below(f"{top}/state"):
+                if len(parts := split(each)) == len(above) + 2:
+                    shapes.setdefault(parts[-2], {})[parts[-1]] = bool(self.stored.rows[each][0].global_shape)
+            self._counters[top] = frozenset(
+                found
+                for keys in shapes.values()
+                if any(keys.values())
+                for found, has_any in keys.items()
+                if not has_any
+            )
+        return key in self._counters[top]
 
     def takes_extra(self, name: str) -> bool:
         """Say whether the extra state called `name` is restored."""

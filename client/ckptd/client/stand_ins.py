@@ -71,6 +71,12 @@ class StandIns:
         self._values[name] = [(held(leaf), apart)]
         return apart
 
+    def standing(self) -> list[torch.Tensor]:
+        """Return the local tensors that are filled in place and those that stay as they are."""
+        found = [*(tensor for _, tensor in self._filled), *(tensor for _, tensor, _ in self._kept)]
+        # What was settled may have got memory of its own.
+        return found + [live for pairs in self._values.values() for live, _ in pairs]
+
     def sharing(self) -> dict[str, int]:
         """Return the names whose live tensors share memory with those of other names, and the number of their group.
 

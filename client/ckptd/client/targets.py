@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, empty
 
 from ckptd.protos import error_pb2
 from ckptd.protos.shard_table import ShardRow
@@ -23,7 +23,7 @@ from .differences import misfit, other_beginning, tied
 from .errors import InvalidRequest
 from .overlapping import held
 from .patterns import matches
-from .placements import LocalBox
+from .placements import LocalBox, beside
 from .reshard_hooks import ReshardHook, ReshardHooks
 from .sharding import Pieces, dtype_name, dtype_of, held_in, is_out_of_reach, pieces_of, refusal
 from .shown import How, Shown
@@ -288,6 +288,10 @@ class Targets:
         """
         return self._stand_ins.sharing()
 
+    def standing(self) -> list[torch.Tensor]:
+        """Return the local tensors that were filled in place, and those that stay as they are: all have their value."""
+        return self._stand_ins.standing()
+
     def complete(self) -> None:
         """Finish what was fetched into fresh memory, which objects and hooks see from now on."""
 
@@ -327,7 +331,12 @@ class Targets:
             self._tied_otherwise = self._tied_otherwise or (name, owner)
 
     def fresh(
-        self, name: str, *, like: torch.Tensor | None = None, device: torch.device | None = None
+        self,
+        name: str,
+        *,
+        like: torch.Tensor | None = None,
+        device: torch.device | None = None,
+        is_beside: bool = False,
     ) -> torch.Tensor | None:
         """Ask for a stored tensor for which nothing stands yet; `tensors[name]` is it.
 
@@ -335,6 +344,7 @@ class Targets:
             name: Stored name.
             like: A tensor to be sharded like, where the stored one has its global shape.
             device: Where to make it otherwise; default: host memory.
+            is_beside: Whether a global one of another shape than a DTensor `like` was a DTensor too, scalars aside.
 
         Returns:
             The tensor, to be filled later; None where it cannot be made (a difference is noted).
@@ -351,6 +361,13 @@ class Targets:
                 return made
             # Of another mesh every row is whole: beside a sharded tensor only what has no dimensions is sure to be so.
             is_whole = not self.stored.other_mesh or not isinstance(like, DTensor) or not first.global_shape
+            if is_whole and is_beside and isinstance(like, DTensor) and _is_whole_piece(rows):
+                placements = beside(like.placements, like.device_mesh.shape, like.shape, first.global_shape)
+                made = empty(first.global_shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
+                if self._fits(name, name, pieces_of(made, name), first.scope):
+                    self._want(name, pieces_of(made, name), is_apart=True)
+                self.tensors[name] = made
+                return made
             if is_whole and len(rows) == 1 and (first.scope == SCOPE_PER_RANK or first.length == first.global_shape):
                 made = torch.empty(first.length, dtype=dtype, device=device or torch.device("cpu"))
                 self.wanted.append(Wanted(row=first, view=made, is_apart=True))
@@ -463,6 +480,12 @@ class Targets:
             hint=other_beginning(missing, unexpected) or self._way_out(),
             step=step,
         )
+
+
+def _is_whole_piece(rows: Sequence[ShardRow]) -> bool:
+    """Say whether a global tensor that is no scalar is held whole here."""
+    first = rows[0]
+    return len(rows) == 1 and first.scope == SCOPE_GLOBAL and () != first.length == first.global_shape
 
 
 def _row_of(first: ShardRow, box: LocalBox, dtype: torch.dtype) -> ShardRow:

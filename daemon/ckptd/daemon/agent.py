@@ -208,10 +208,16 @@ class Agent:
         path.write_text(str(runner.port))
 
     def _claimed(self, runner: CoordinatorRunner) -> None:
-        """A newer run of a job has its claim: older coordinators of it here have nothing left to do."""
-        for other in list(self.coordinators.values()):
+        """A run of a job has its claim: coordinators here of runs before it have nothing left to do.
+
+        Not those of runs after it: its claim may come late, its trainers being dead, and they claim above it. Nor those that only
+        read: they hold no claim that another one could fence.
+        """
+        for other in list(self.coordinators.values()):  # in the order in which they were asked to lead
+            if other is runner:
+                return
             same = (other.lead.root, other.lead.job) == (runner.lead.root, runner.lead.job)
-            if same and other is not runner:
+            if same and not other.lead.options.read_only:
                 other.supersede()
 
     def _coordinator_closed(self, runner: CoordinatorRunner) -> None:

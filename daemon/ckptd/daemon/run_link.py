@@ -44,7 +44,9 @@ class RunLink:
         log: EventLog,
         on_closed: Callable[[RunLink], None],
     ) -> None:
-        self.about = about
+        self.about = AttachRequest()
+        """Of the first rank; its `endpoint` is where the coordinator was looked for last."""
+        self.about.CopyFrom(about)
         self.held = held
         self.ranks: dict[int, Session] = {}
         self.timeline = ""
@@ -59,6 +61,8 @@ class RunLink:
         self._closed = False
         self._ended: Error | None = None
         self._coordinator = ""
+        self._endpoints = [about.endpoint]
+        """Where the coordinator may be, by the word of ranks; the first is tried next. Its certificate proves it."""
         self.trouble = ""
         """Why there is no session with the coordinator, for the errors of those who wait for it; "" while there is one."""
         self.saves = NodeSave(node=node, held=held, link=self, log=log)
@@ -74,6 +78,9 @@ class RunLink:
             before.end()
             session.layouts = before.layouts if before.about.process == session.about.process else {}
         self.ranks[session.rank] = session
+        # Elsewhere than before, where its agent was restarted and the old port is taken; ranks hear of that in any order.
+        if session.about.endpoint not in self._endpoints:
+            self._endpoints.insert(0, session.about.endpoint)
         self._log.emit("attached_local", job=self.about.job, rank=session.rank, node=self._node)
         if self._ended is not None:
             self._end_session(session, self._ended)
@@ -138,13 +145,15 @@ class RunLink:
         pause = RECONNECT_S[0]
         while not self._closed:
             self._out = asyncio.Queue()
+            endpoint = self.about.endpoint = self._endpoints[0]
+            is_heard = False
             try:
-                self._channel = rpc.pinned_channel(self.about.endpoint, self.about.credentials.certificate)
+                self._channel = rpc.pinned_channel(endpoint, self.about.credentials.certificate)
                 self.stub = coordinator_pb2_grpc.CoordinatorStub(self._channel)
                 self._say_everything()
                 call = self.stub.Session(self._messages(self._out), metadata=rpc.token_metadata(self.about.credentials))
                 async for message in call:
-                    pause, self.trouble = RECONNECT_S[0], ""
+                    pause, self.trouble, is_heard = RECONNECT_S[0], "", True
                     self._on_message(message)
             except grpc.aio.AioRpcError as failure:
                 error = rpc.error_of(failure)
@@ -157,6 +166,8 @@ class RunLink:
                     out.put_nowait(None)
                 if self._channel is not None:
                     await self._channel.close()
+            if not is_heard and self._endpoints[0] == endpoint:
+                self._endpoints.append(self._endpoints.pop(0))
             if not self.live_ranks and self.ranks:
                 self.close()
                 return

@@ -4,17 +4,19 @@ Owns: what is garbage, and deleting it. Does not own: which steps stay; that was
 written (R8), and a sweep only follows it. Invariants: nothing newer than the newest record is touched, no claim, no start
 record, nothing foreign, nothing outside the root; and no chunk that a listed step refers to. No clock and no grace
 time is needed for that: names are never used twice, and what is older than the newest record and not listed is dead for
-ever, whoever looks, however late.
+ever, whoever looks, however late. Besides, probes that were killed a day ago go: these belong to no step.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptd.protos import error_pb2
 from ckptd.protos.failpoints import failpoint
 from ckptd.storage_backends.base import ObjectInfo, ObjectStore
+from ckptd.storage_backends.probe import PROBE_PREFIX, is_abandoned
 
 from .errors import DaemonError
 from .history import order
@@ -84,6 +86,9 @@ def sweep(store: ObjectStore, *, dry_run: bool = False, workers: int | None = No
     needed = needed_chunks(store, newest, workers=threads)
     failpoint("sweep.before_list")
     plan = plan_sweep(newest, _listing(store), needed)
+    now = time.time()
+    left = [info for info in store.list(PROBE_PREFIX) if is_abandoned(info.key, now)]
+    plan = replace(plan, delete=[*plan.delete, *left])
     if not dry_run:
         for _ in in_parallel(lambda key: _delete(store, key), [info.key for info in plan.delete], workers=threads):
             pass

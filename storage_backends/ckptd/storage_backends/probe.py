@@ -1,13 +1,16 @@
 """Trying a store at start, before anything depends on it.
 
 Owns the few requests that show whether a root can be written, read, listed and deleted, and
-whether what was written is seen at once. Invariant: leaves nothing behind, and touches nothing
-but one new key under ``probe/``.
+whether what was written is seen at once. Invariant: touches nothing but one new key under
+``probe/``, and leaves nothing behind unless the process is killed within it; the key tells when,
+so that a sweep can delete what was left.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
+import time
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,9 +21,13 @@ from .errors import AlreadyExists, NotFound, StorageError
 if TYPE_CHECKING:
     from .base import ObjectStore
 
-__all__ = ["PROBE_PREFIX", "probe"]
+__all__ = ["ABANDONED_S", "PROBE_PREFIX", "is_abandoned", "is_probe", "probe"]
 
 PROBE_PREFIX = "probe/"
+ABANDONED_S = 86_400.0
+"""Age, seconds, at which no probe is under way any more, by clocks that are an hour wrong, too."""
+_KEY = re.compile(r"probe/([0-9a-f]{10})-[0-9a-f]{24}")
+"""Unix seconds, and a random number."""
 _UNFIT = "ckptd needs a store whose GET and LIST show what was written before; turn off caches in between"
 
 
@@ -35,7 +42,7 @@ def probe(store: ObjectStore) -> None:
         BucketMissing: There is no such bucket.
         StorageError: GET or LIST is not consistent; or whatever else a request raised.
     """
-    key = PROBE_PREFIX + secrets.token_hex(12)
+    key = f"{PROBE_PREFIX}{int(time.time()):010x}-{secrets.token_hex(12)}"
     first, second = secrets.token_bytes(64), secrets.token_bytes(96)
     try:
         store.put(key, first)
@@ -53,6 +60,22 @@ def probe(store: ObjectStore) -> None:
         with suppress(StorageError):
             store.delete(key)
         raise
+
+
+def is_probe(key: str) -> bool:
+    """Whether a key is of an object that `probe` puts and deletes: what stands there belongs to nobody for long."""
+    return _KEY.fullmatch(key) is not None
+
+
+def is_abandoned(key: str, now: float) -> bool:
+    """Whether a key is of a probe that was killed.
+
+    Args:
+        key: Any.
+        now: Unix time, seconds.
+    """
+    made = _KEY.fullmatch(key)
+    return made is not None and int(made[1], 16) + ABANDONED_S < now
 
 
 def _is_refused(store: ObjectStore, key: str, data: bytes) -> bool:
