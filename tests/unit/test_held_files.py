@@ -327,7 +327,8 @@ def test_plans_that_no_step_was_begun_with_do_not_pile_up(agent: Callable[[], Ag
 
 def test_a_file_that_is_no_message_ends_no_agent(tmp_path: Path) -> None:
     """An agent that starts beside one says so, gives it up, and serves."""
-    config = AgentConfig(run_dir=tmp_path / "run", data_dir=tmp_path / "data", shm_dir=tmp_path / "shm")
+    folders = {name: str(tmp_path / name) for name in ("run_dir", "data_dir", "shm_dir")}
+    config = AgentConfig.model_validate(folders)
 
     async def start() -> None:
         agent = NodeAgent(config, EventLog(tmp_path / "events"))

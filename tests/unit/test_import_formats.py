@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -18,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckptd.client import InvalidRequest
-from ckptd.client.formats import dcp_files, torch_file
+from ckptd.client.formats import dcp_files, safetensors_files, torch_file
 
 
 def test_views_that_only_look_like_their_base_are_no_ties(tmp_path: Path) -> None:
@@ -105,3 +107,19 @@ def test_chunks_that_hold_each_element_once_are_taken() -> None:
     assert wrong((), ((), ()), ((), ())) == "elements that two chunks hold, from () on"
     assert wrong((0, 3), ((0, 0), (0, 3))) == ""
     assert wrong((0, 3)) == ""
+
+
+def test_an_index_that_names_what_no_file_holds_is_refused(tmp_path: Path) -> None:
+    """A file of an older export, say; tied names that only a file's metadata has are there."""
+    save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors", metadata={"format": "pt", "tie": "a"})
+    index = tmp_path / safetensors_files.INDEX
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(("a", "tie"), "one.safetensors")}))
+    found = safetensors_files.read(tmp_path)
+    assert (list(found.tensors), found.ties) == (["a"], {"tie": "a"})
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(("a", "b", "c"), "one.safetensors")}))
+    with pytest.raises(InvalidRequest, match="names 2 tensors that no file holds, the first is b"):
+        safetensors_files.read(tmp_path)
+    for text in ("5", '{"weight_map": [5]}', '{"weight_map": {"a": 5}}'):
+        index.write_text(text)
+        with pytest.raises(InvalidRequest, match="is no index of safetensors files"):
+            safetensors_files.read(tmp_path)

@@ -21,6 +21,7 @@ from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL
 
 from .config import AuditMode
 from .errors import InvalidRequest
+from .left_out import left_out
 from .nested import Stateful
 from .reachable import reachable
 from .sharding import PerRank
@@ -40,6 +41,7 @@ _SAYS: Mapping[str, str] = {
     "unsaved_module": "modules that a tracked module holds without registering them",
     "unsaved_object": "objects with state that a tracked module or optimizer holds",
     "non_persistent_buffer": "buffers that are not persistent",
+    "left_out": "parameters and persistent buffers that the state_dict() of their module leaves out",
     "unowned_parameter": "trained parameters that no tracked optimizer owns",
     "untracked_parameter": "parameters of a tracked optimizer that are in no tracked module",
     "untracked_generator": "random number generators that are not tracked",
@@ -54,6 +56,7 @@ _HINTS: Mapping[str, str] = {
     "unsaved_module": "hold modules in an nn.ModuleList or nn.ModuleDict, or track them",
     "unsaved_object": "track it",
     "non_persistent_buffer": "leave it if it can be made again, else register it as persistent",
+    "left_out": "leave it if it can be made again, else let state_dict() give it",
     "unowned_parameter": "track its optimizer, or freeze it",
     "untracked_parameter": "track the module it is in: now it is not saved, and its state only by its place",
     "untracked_generator": "track(name=generator), or save its state in the state_dict() of what holds it",
@@ -130,6 +133,7 @@ def audit(things: Mapping[str, object], *, scope_of: ScopeOf, world: int) -> Aud
     for name, held in modules.items():
         for root in held:
             found += _module(name, root, tracked)
+    found += (("left_out", _full(name, root, path)) for name, root, path in left_out(modules, bare))
     found += _parameters(modules, optimizers)
     found += (
         ("untracked_generator", path)

@@ -291,7 +291,8 @@ class Checkpointer:
     ) -> Restored | None:
         """Restore everything tracked, and what was saved as `state`; see `restore`.
 
-        Tensors in `state` that fit are filled in place; everything else in it is replaced by what was stored.
+        Tensors in `state` are filled in place, and must have the stored shape and dtype; everything else in it is replaced by
+        what was stored.
         """
         chosen = choice(only, names, cast=cast)
         return self._restore(state, step, required, on_corrupt, strict, rollback, chosen, drop, timeout)

@@ -6,7 +6,10 @@ and a state is only given to a generator of the kind it came from.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import random
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -15,7 +18,7 @@ import torch
 from .errors import InvalidRequest
 from .nested import TrackedStateful
 
-Generator: TypeAlias = torch.Generator | np.random.Generator | random.Random
+Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 """What can be tracked as a generator."""
 
 
@@ -23,7 +26,16 @@ class TrackedGenerator(TrackedStateful):
     """A generator; it is each rank's own, and loaded after everything that may draw from it."""
 
     def __init__(self, name: str, generator: Generator) -> None:
-        super().__init__(name, _AsStateful(name, generator), per_rank=True)
+        self._stateful = _AsStateful(name, generator)
+        super().__init__(name, self._stateful, per_rank=True)
+
+    def verify(self, value: object) -> None:
+        """Check that the generator can take the state; it is not touched.
+
+        Raises:
+            InvalidRequest: it cannot.
+        """
+        self._stateful.verify(value)
 
 
 class _AsStateful:
@@ -36,6 +48,22 @@ class _AsStateful:
         return found if seed is None else {**found, "seed": seed}
 
     def load_state_dict(self, stored: Any) -> None:
+        self._check_kind(stored)
+        with self._fitting():
+            _apply(self._generator, stored["state"])
+            if isinstance(self._generator, np.random.Generator) and "seed" in stored:  # not in steps of before
+                _seed(self._name, self._generator, stored["seed"])
+
+    def verify(self, stored: Any) -> None:
+        """Check all that loading it would, on a generator that is thrown away."""
+        self._check_kind(stored)
+        with self._fitting():
+            if (other := _thrown_away(self._generator)) is not None:
+                _apply(other, stored["state"])
+            if isinstance(self._generator, np.random.Generator) and "seed" in stored:
+                _sequence_for(self._name, self._generator, stored["seed"])
+
+    def _check_kind(self, stored: Any) -> None:
         here = kind_of(self._generator)
         kind = stored.get("kind") if isinstance(stored, dict) else None
         if kind != here:
@@ -45,12 +73,25 @@ class _AsStateful:
                 key=self._name,
                 phase="restore",
             )
+
+    @contextlib.contextmanager
+    def _fitting(self) -> Iterator[None]:
         try:
-            _apply(self._generator, stored["state"])
-            if isinstance(self._generator, np.random.Generator) and "seed" in stored:  # not in steps of before
-                _seed(self._name, self._generator, stored["seed"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise InvalidRequest(f"{self._name}: the stored state does not fit: {error}", key=self._name) from error
+            yield
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise InvalidRequest(
+                f"{self._name}: the stored state does not fit: {error}", key=self._name, phase="restore"
+            ) from error
+
+
+def _thrown_away(generator: Generator) -> Generator | None:
+    """Return another generator of the same kind, or None where a class of the script's own cannot be copied."""
+    if isinstance(generator, torch.Generator):
+        return torch.Generator(generator.device)
+    try:
+        return copy.deepcopy(generator)
+    except Exception:
+        return None
 
 
 def kind_of(generator: Generator) -> str:
@@ -59,6 +100,8 @@ def kind_of(generator: Generator) -> str:
         return f"torch.Generator on {generator.device.type}"
     if isinstance(generator, np.random.Generator):
         return f"numpy {type(generator.bit_generator).__name__}"
+    if isinstance(generator, np.random.RandomState):
+        return f"numpy RandomState of {state_of(generator)['bit_generator']}"
     return f"{type(generator).__module__}.{type(generator).__qualname__}"
 
 
@@ -68,6 +111,8 @@ def state_of(generator: Generator) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.getstate()
 
 
@@ -106,21 +151,35 @@ def _seed(name: str, generator: np.random.Generator, stored: Any) -> None:
     Raises:
         InvalidRequest: this numpy cannot be given another one.
     """
+    found = _sequence_for(name, generator, stored)
+    if isinstance(found, int):
+        if found:
+            _sequence_of(generator).spawn(found)  # others may hold it, too
+        return
+    bits = generator.bit_generator
+    # What unpickling calls: the only way to give a generator that others hold another sequence.
+    bits.__setstate__((bits.state, found))  # type: ignore[attr-defined] # not in numpy's stubs
+
+
+def _sequence_for(name: str, generator: np.random.Generator, stored: Any) -> int | np.random.SeedSequence:
+    """Return how many children the sequence here must still spawn, or the one to be put in its stead. Changes nothing.
+
+    Raises:
+        InvalidRequest: this numpy cannot be given another one.
+    """
     here = seed_of(generator)
     if here is not None and {**here, "spawned": 0} == {**stored, "spawned": 0}:
         more = stored["spawned"] - here["spawned"]
         if 0 <= more <= _SPAWNED_AT_ONCE:
-            _sequence_of(generator).spawn(more)  # others may hold it, too
-            return
+            return int(more)
     elif not stored["spawned"] and np.lib.NumpyVersion(np.__version__) < "2.0.0":
-        return  # as far as is known nothing was ever spawned, and nothing need be
+        return 0  # as far as is known nothing was ever spawned, and nothing need be
     sequence = np.random.SeedSequence(
         stored["entropy"],
         spawn_key=stored["spawn_key"],
         pool_size=stored["pool_size"],
         n_children_spawned=stored["spawned"],
     )
-    bits = generator.bit_generator
     if np.lib.NumpyVersion(np.__version__) < "2.0.0":
         raise InvalidRequest(
             f"{name}: the generator that was saved had another seed, or had spawned fewer than this one ({stored['spawned']})",
@@ -128,8 +187,7 @@ def _seed(name: str, generator: np.random.Generator, stored: Any) -> None:
             key=name,
             phase="restore",
         )
-    # What unpickling calls: the only way to give a generator that others hold another sequence.
-    bits.__setstate__((bits.state, sequence))  # type: ignore[attr-defined] # not in numpy's stubs
+    return sequence
 
 
 _SPAWNED_AT_ONCE = 10_000
@@ -140,5 +198,7 @@ def _apply(generator: Generator, state: Any) -> None:
         generator.set_state(torch.from_numpy(np.frombuffer(state, np.uint8).copy()))
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
     else:
         generator.setstate(state)

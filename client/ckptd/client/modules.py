@@ -20,6 +20,8 @@ from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
 from .errors import InvalidRequest
 from .extra_state import EXTRA_STATE, ExtraState, taker_of
+from .left_out import trained_left_out
+from .nested import ask_fresh, live_leaves, tensor_sink
 from .sharding import checked, is_out_of_reach, is_tensor_leaf, memory_of
 from .state import FROZEN, TRAINED, Collector, Segment
 from .stored import Stored
@@ -62,6 +64,8 @@ class TrackedModule:
         self._extra: list[frozenset[str]] = [frozenset() for _ in self._modules]
         self.extra_state = ExtraState({})
         """What a restore loads, since it was prepared."""
+        self.left_out: list[tuple[str, torch.Tensor]] = []
+        """Trained parameters, by path, that the last save did not find in the state_dict."""
         self.seen: SeenModule | None = None
         """The same object as after the save before exactly when nothing about the module changed; None: not known."""
 
@@ -130,6 +134,8 @@ class TrackedModule:
         """Collect parameters, buffers and extra state."""
         found = list(self._found())
         values = [value for _, mapping, _, _ in found for value in mapping.values()]
+        # After state_dict(): FSDP2 shards its parameters again in it.
+        self.left_out = trained_left_out(self._modules, values)
         if self._repeat(collector, values):
             return
         self.seen, mark = None, collector.mark()
@@ -144,7 +150,9 @@ class TrackedModule:
         for at, ((is_extra, name), value) in enumerate(zip(entries, values, strict=True)):
             full = f"{self.name}/{component(name)}"
             if is_extra:
-                extra[name] = encode(value, full, is_tensor=is_tensor_leaf, tensor=self._extra_tensor(collector))
+                extra[name] = encode(
+                    value, full, is_tensor=is_tensor_leaf, tensor=tensor_sink(collector, per_rank=True)
+                )
                 continue
             owner = owners.setdefault(memory_of(value), full)
             if owner != full:
@@ -175,10 +183,6 @@ class TrackedModule:
             and collector.repeat(seen.segment, [values[at] for at in seen.own])
         )
 
-    @staticmethod
-    def _extra_tensor(collector: Collector) -> Any:
-        return lambda name, leaf: collector.tensor(name, leaf, scope=SCOPE_PER_RANK)
-
     def prepare(self, stored: Stored, targets: Targets) -> None:
         """Ask for every parameter and buffer in place, and for the extra state.
 
@@ -194,8 +198,7 @@ class TrackedModule:
                 extra = True
                 if targets.takes_extra(full):
                     takers[name] = full, taker_of(module, key, full)
-                for below in stored.names_below(full):
-                    targets.fresh(below)
+                ask_fresh(stored.names_below(full), live_leaves(full, value, per_rank=True), targets)
                 targets.fresh_own(full)
                 continue
             owner = owners.setdefault(memory_of(value), full)

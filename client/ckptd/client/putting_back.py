@@ -17,16 +17,16 @@ from torch import nn
 from . import optimizer_rates, rng
 from .alike import alike
 from .differences import misfit, two_values
-from .generators import Generator
+from .generators import Generator, TrackedGenerator
 from .modules import TrackedModule
-from .nested import Hook, Stateful, TrackedRng, TrackedValue
+from .nested import Hook, LiveGrafts, Stateful, TrackedRng, TrackedValue
 from .optimizer_state import Names
 from .reshard_hooks import ReshardHooks
 from .resharding import Absent, Gathered, decoded, undecided
 from .stored import Stored
 from .targets import ObjectKey, Targets
 from .things import Other, Things
-from .tree import Grafts, component
+from .tree import component
 from .wrapped_optimizers import check_restored
 
 log = logging.getLogger("ckptd.client")
@@ -130,6 +130,9 @@ class Restoring:
             if optimizer.name in self._values:
                 optimizer.verify(self._values[optimizer.name], self._names)
         self._check_same()
+        for other in self._others:
+            if isinstance(other, TrackedGenerator | TrackedRng) and other.name in self._values:
+                other.verify(self._values[other.name])
         seen: dict[int, tuple[str, Any]] = {}
         for module in self._modules:
             module.extra_state.check(self._values.get(module.name), seen)
@@ -214,7 +217,7 @@ class Restoring:
         for optimizer in self._optimizers:
             if optimizer.name in self._values:
                 optimizer.load(self._values[optimizer.name], self.targets.tensors, self._names, rates)
-        grafts = Grafts(alike)
+        grafts = LiveGrafts(alike, self.targets.tensors.values())
         for other in self._others:
             if other.name not in self._values:
                 continue

@@ -6,10 +6,12 @@ changes no generator and starts no device: a rank that has not touched CUDA does
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import itertools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,12 @@ from .errors import InvalidRequest
 
 NAME = "rng"
 """Name of the object that holds the state."""
+
+
+def of_numpy() -> np.random.RandomState:
+    """Return the generator behind the functions of `np.random`: what libraries take that are given none."""
+    found: np.random.RandomState = np.random.random_sample.__self__  # type: ignore[attr-defined]
+    return found
 
 
 def capture() -> dict[str, object]:
@@ -48,7 +56,7 @@ def apply(state: Mapping[str, Any]) -> None:
     Raises:
         InvalidRequest: the state does not fit this Python, numpy or torch.
     """
-    try:
+    with _fitting():
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])  # noqa: NPY002 - the global one is meant
         torch.set_rng_state(_tensor(state["torch"]))
@@ -56,9 +64,35 @@ def apply(state: Mapping[str, Any]) -> None:
             for index, data in state.get("cuda", {}).items():
                 if index < torch.cuda.device_count():
                     torch.cuda.set_rng_state(_tensor(data), index)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+
+
+def verify(state: object) -> None:
+    """Check that all generators could be set, on ones that are thrown away. A device that is not in use is not woken.
+
+    Raises:
+        InvalidRequest: the state does not fit this Python, numpy or torch.
+    """
+    with _fitting():
+        if not isinstance(state, Mapping):
+            raise TypeError("it is no dict")
+        random.Random().setstate(state["python"])  # noqa: S311 - a state, not a secret
+        copy.deepcopy(of_numpy()).set_state(state["numpy"])
+        torch.Generator().set_state(_tensor(state["torch"]))
+        if torch.cuda.is_available():
+            for index, data in state.get("cuda", {}).items():
+                if index < torch.cuda.device_count():
+                    made = _tensor(data)
+                    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                        torch.Generator(torch.device("cuda", index)).set_state(made)
+
+
+@contextlib.contextmanager
+def _fitting() -> Iterator[None]:
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise InvalidRequest(
-            f"the stored state of the random number generators does not fit: {error}", key=NAME
+            f"the stored state of the random number generators does not fit: {error}", key=NAME, phase="restore"
         ) from error
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import rng
 from .errors import CkptdError, InvalidRequest
+from .left_out import check_left_out
 from .modules import SeenModule
 from .nested import Hook, TrackedRng
 from .optimizer_state import Names
@@ -118,6 +119,8 @@ class Tracking:
                 other.collect(collector)
         collected = collector.finish()
         check_collected(things.optimizers_by_name(), collected.views)
+        if left := [(each.name, *pair) for each in things.modules for pair in each.left_out]:
+            check_left_out(left, collected, {other.name for other in things.others})
         return collected
 
     def _names_after_collecting(self, things: Things) -> Names:

@@ -160,6 +160,10 @@ class Grafts:
         target.clear()
         for key, item in content:
             target[key] = item
+        # Steps of before have no attributes, and said nothing of them: those here stay.
+        if attributes := getattr(restored, "__dict__", None):
+            vars(target).clear()
+            vars(target).update(attributes)
         return target
 
 

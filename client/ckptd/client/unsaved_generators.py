@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from . import rng
 from .generators import Generator, state_of
 from .nested import Stateful
 from .reachable import reachable
@@ -49,7 +50,7 @@ def generators_of_the_process() -> list[object]:
     """Return the generators that every process has: `rng` saves them."""
     devices = torch.cuda.default_generators if torch.cuda.is_available() else ()
     inst = random.getrandbits.__self__  # type: ignore[attr-defined] # the generator behind the module's functions
-    return [torch.default_generator, inst, *devices]
+    return [torch.default_generator, inst, rng.of_numpy(), *devices]
 
 
 def _states(thing: object) -> list[object]:
@@ -76,7 +77,13 @@ def _plain(stored: object) -> object:
     if isinstance(stored, torch.Tensor):
         is_state = stored.dtype == torch.uint8 and stored.ndim == 1 and stored.device.type == "cpu"
         return stored.numpy().tobytes() if is_state else None
+    if isinstance(stored, tuple) and len(stored) == _LEGACY and isinstance(stored[0], str):
+        return {"bit_generator": stored[0]}  # what RandomState.get_state() gives
     return stored
+
+
+_LEGACY = 5
+"""Parts of the older form of a RandomState's state: kind, keys, position, and what is left of a pair of normal numbers."""
 
 
 def _form(value: object) -> str:

@@ -2,8 +2,8 @@
 
 Owns: which types can be stored, their encoding, and the way back. Does not own: tensors, which the caller turns into
 shards; only their names stand here. Invariant: what `encode` accepts, `decode` gives back equal in type, value and
-order, floats bit by bit, and sharing nothing with the original. Everything else is refused with its key: no code ever
-runs from stored bytes, and nothing is approximated.
+order, floats bit by bit, and sharing nothing with the original; an array keeps C or Fortran order, others come back in C's.
+Everything else is refused with its key: no code ever runs from stored bytes, and nothing is approximated.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import collections
 import struct
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -87,6 +87,8 @@ class _Encoder:
         elif kind in _MAPPINGS:
             mapping = getattr(out, _MAPPINGS[kind])
             mapping.SetInParent()
+            if attributes := attributes_of(value):
+                self._encode_attributes(attributes, kind, name, mapping.attributes, depth)
             for key, item in value.items():
                 below = f"{name}/{component(key)}"
                 _encode_key(key, below, mapping.keys.add())
@@ -114,6 +116,26 @@ class _Encoder:
         for position, item in enumerate(value):
             self.encode(item, f"{name}/{position}", sequence.items.add(), depth - 1)
 
+    def _encode_attributes(
+        self, attributes: dict[str, object], kind: type, name: str, out: Mapping, depth: int
+    ) -> None:
+        for key, item in attributes.items():
+            below = f"{name}.{key}"
+            if type(key) is not str or hasattr(kind, key):
+                raise InvalidRequest(
+                    f"{below}: an attribute of a {kind.__qualname__} that hides one of its type cannot be stored",
+                    hint="call it otherwise, or keep it in a dict beside",
+                    key=below,
+                )
+            _encode_text(key, below, out.keys.add())
+            try:
+                # Two levels less: an attribute takes one message more than an item.
+                _Encoder(self._is_tensor, _no_tensors).encode(item, below, out.values.add(), max(0, depth - 2))
+            except InvalidRequest as error:
+                its = f"attributes of a {kind.__qualname__} are saved with it: delete this one, or keep it in a dict beside"
+                error.hint = f"{its}; {error.hint}" if error.hint else its
+                raise
+
     def _encode_set(self, value: Any, name: str, out: Value, depth: int) -> None:
         members = []
         for item in value:
@@ -124,6 +146,12 @@ class _Encoder:
         members.sort(key=lambda member: member.SerializeToString(deterministic=True))
         target = out.set if type(value) is set else out.frozenset
         target.CopyFrom(Sequence(items=members))
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """Return what was put on a container itself, by name; not what Python notes there of `OrderedDict[str, int]()`."""
+    found = getattr(value, "__dict__", None)
+    return {key: item for key, item in found.items() if key != "__orig_class__"} if found else {}
 
 
 def _refused(value: object, name: str) -> InvalidRequest:
@@ -265,6 +293,8 @@ def _encode_array(value: np.ndarray[Any, Any] | np.generic, name: str, out: Arra
     out.shape.extend(value.shape)
     out.scalar = scalar
     out.data = value.tobytes()
+    # The order decides in which one numpy adds up, and so about the last bits of a sum.
+    out.fortran = not scalar and value.flags.fnc
 
 
 def _no_source(name: str) -> object:
@@ -294,21 +324,35 @@ def _decode_mapping(kind: str, mapping: Mapping, tensor: TensorSource) -> Any:
     if len(mapping.keys) != len(mapping.values):
         raise ValueError("a stored mapping has not as many keys as values")
     pairs = [(decode(key), decode(item, tensor=tensor)) for key, item in zip(mapping.keys, mapping.values, strict=True)]
-    if kind == "ordered_mapping":
-        return collections.OrderedDict(pairs)
     plain = dict(pairs)
-    if kind == "counter":
-        return collections.Counter(plain)
+    if kind in _WITH_ATTRIBUTES:
+        made = _WITH_ATTRIBUTES[kind](plain)
+        vars(made).update(_decode_attributes(mapping.attributes, type(made)))
+        return made
     if kind == "default_mapping":
         return collections.defaultdict(None, plain)
     return plain
+
+
+_WITH_ATTRIBUTES: dict[str, Callable[[dict[Any, Any]], Any]] = {
+    "ordered_mapping": collections.OrderedDict,
+    "counter": collections.Counter,
+}
+
+
+def _decode_attributes(attributes: Mapping, kind: type) -> dict[str, Any]:
+    found = _decode_mapping("mapping", attributes, _no_source)
+    if wrong := [key for key in found if not isinstance(key, str) or hasattr(kind, key)]:
+        raise ValueError(f"a stored {kind.__qualname__} has the attribute {wrong[0]!r}, which is never written")
+    return dict(found)
 
 
 def _decode_array(array: Array) -> Any:
     dtype = np.dtype(array.dtype)
     if dtype.kind not in _ARRAY_KINDS or dtype.hasobject:
         raise ValueError(f"a stored array has the dtype {array.dtype!r}, which is never written")
-    made: np.ndarray[Any, Any] = np.ndarray(tuple(array.shape), dtype, array.data).copy()
+    order: Literal["F", "C"] = "F" if array.fortran else "C"
+    made: np.ndarray[Any, Any] = np.ndarray(tuple(array.shape), dtype, array.data).copy(order)
     return made[()] if array.scalar else made
 
 

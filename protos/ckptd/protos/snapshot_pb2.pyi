@@ -1241,6 +1241,7 @@ class Mapping(google.protobuf.message.Message):
 
     KEYS_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
+    ATTRIBUTES_FIELD_NUMBER: builtins.int
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Value]:
         """Keys, no two equal."""
@@ -1249,13 +1250,21 @@ class Mapping(google.protobuf.message.Message):
     def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Value]:
         """The value of each key, same order."""
 
+    @property
+    def attributes(self) -> global___Mapping:
+        """OrderedDict and Counter: attributes of the object itself, by name (torch keeps `_metadata` so); no key is a name that
+        the type has. A reader that does not know the field gives the mapping without them. Absent: none.
+        """
+
     def __init__(
         self,
         *,
         keys: collections.abc.Iterable[global___Value] | None = ...,
         values: collections.abc.Iterable[global___Value] | None = ...,
+        attributes: global___Mapping | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys", "values", b"values"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["attributes", b"attributes"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attributes", b"attributes", "keys", b"keys", "values", b"values"]) -> None: ...
 
 global___Mapping = Mapping
 
@@ -1311,12 +1320,17 @@ class Array(google.protobuf.message.Message):
     SHAPE_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     SCALAR_FIELD_NUMBER: builtins.int
+    FORTRAN_FIELD_NUMBER: builtins.int
     dtype: builtins.str
     """numpy's string form, e.g. "<f4", "|b1"; object dtypes are refused."""
     data: builtins.bytes
     """Product of shape times the dtype's size, in bytes."""
     scalar: builtins.bool
     """A numpy scalar (np.float32(1)), not an array."""
+    fortran: builtins.bool
+    """The array lay in memory with its first dimension fastest (Fortran order), and not in C order too; `data` is in C order all
+    the same. A reader that does not know the field gives an equal array in C order.
+    """
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Length of each dimension; empty for a scalar."""
@@ -1328,8 +1342,9 @@ class Array(google.protobuf.message.Message):
         shape: collections.abc.Iterable[builtins.int] | None = ...,
         data: builtins.bytes = ...,
         scalar: builtins.bool = ...,
+        fortran: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "dtype", b"dtype", "scalar", b"scalar", "shape", b"shape"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "dtype", b"dtype", "fortran", b"fortran", "scalar", b"scalar", "shape", b"shape"]) -> None: ...
 
 global___Array = Array
 

@@ -176,14 +176,9 @@ def _paths(source: Path) -> list[Path]:
     """
     if source.is_file():
         return [source]
-    index = source / INDEX
-    if index.is_file():
-        try:
-            named = json.loads(index.read_text("utf-8"))["weight_map"].values()
-            # Names only: an index must not lead out of its folder.
-            found = [source / Path(name).name for name in dict.fromkeys(named)]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidRequest(f"{index} is no index of safetensors files: {error}", key=str(index)) from None
+    if (source / INDEX).is_file():
+        # Names only: an index must not lead out of its folder.
+        found = [source / Path(name).name for name in dict.fromkeys(_index(source).values())]
     else:
         found = sorted(source.glob("*.safetensors"))
     missing = [path for path in found if not path.is_file()]
@@ -192,11 +187,27 @@ def _paths(source: Path) -> list[Path]:
     return found
 
 
+def _index(source: Path) -> dict[str, str]:
+    """Return which file of a folder its index says each tensor is in; empty where there is none.
+
+    Raises:
+        InvalidRequest: it is no index.
+    """
+    index = source / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        named = json.loads(index.read_text("utf-8"))["weight_map"]
+        return {str(name): str(Path(file)) for name, file in named.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{index} is no index of safetensors files: {error}", key=str(index)) from None
+
+
 def read(source: Path) -> Source:
     """Open files for an import; the bytes of tensors are read when they are used.
 
     Raises:
-        InvalidRequest: they are no safetensors files, or one name stands in two of them.
+        InvalidRequest: they are no safetensors files, one name stands in two of them, or the index names one that is in none.
     """
     tensors: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
@@ -214,4 +225,11 @@ def read(source: Path) -> Source:
             raise InvalidRequest(f"{twice} stands in two files of {source}", key=twice)
         tensors |= held
         ties |= {tie: owner for tie, owner in metadata.items() if owner in held}
+    lost = [name for name in _index(source) if name not in tensors and name not in ties]
+    if lost:
+        raise InvalidRequest(
+            f"{source / INDEX} names {len(lost)} tensors that no file holds, the first is {lost[0]}",
+            hint="copy the files again as they belong together; or take the names out of the index",
+            key=lost[0],
+        )
     return Source(tensors=tensors, ties={tie: owner for tie, owner in ties.items() if tie not in tensors}, others=())
