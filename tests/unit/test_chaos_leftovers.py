@@ -107,11 +107,24 @@ def test_a_sweep_that_would_take_what_is_needed_is_found(monkeypatch: pytest.Mon
     assert left(facts_of(store)) == ((), (key,), "")
 
 
-def test_a_root_whose_last_start_died_cannot_be_swept() -> None:
-    """The reason is the sweep's own."""
-    store, _ = built()
+def test_a_root_whose_last_start_died_is_accounted_for_as_if_that_were_settled() -> None:
+    """As after `ckptd sweep --claim`, which is not done: the evidence of a run is only read."""
+    store, _ = built(keep_last=1)
+    garbage = facts_of(store).garbage
     put_claim(store, make_claim(timeline(2)))
-    assert "was claimed after the newest record" in facts_of(store).sweep_error
+    store.put("notes.txt", b"x")
+    before = {info.key for info in store.list()}
+    facts = facts_of(store)
+    assert left(facts) == (("notes.txt",), (), "")
+    assert facts.garbage == garbage > 0
+    assert {info.key for info in store.list()} == before
+
+
+def test_a_root_that_cannot_be_swept_says_why() -> None:
+    """The reason is the sweep's own."""
+    store, root = built()
+    store.delete(next(info.key for info in store.list("index/")))
+    assert "gone" in facts_of(store).sweep_error
 
 
 def test_files_that_a_dead_writer_left_beside_a_local_root_are_named(tmp_path: Path) -> None:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from ckptd.chaos.overlay import OverlayStore
 from ckptd.daemon.errors import DaemonError
 from ckptd.daemon.keys import ChunkKey, DecisionKey, IndexKey, RecordKey, StepId, parse_key
-from ckptd.daemon.sweep import sweep
+from ckptd.daemon.offline import write_start
+from ckptd.daemon.sweep import SweepStoppedError, sweep
 from ckptd.storage_backends.base import RESERVED_FOLDER, ObjectStore
 from ckptd.storage_backends.probe import is_probe
 
@@ -54,7 +56,7 @@ def leftovers(
     """
     keys = [info.key for info in store.list("")]
     try:
-        swept = {info.key for info in sweep(store, dry_run=True).delete}
+        swept = _swept(store)
     except DaemonError as error:
         return Leftovers(objects=len(keys), sweep_error=str(error))
     needed = frozenset(refs)
@@ -66,6 +68,20 @@ def leftovers(
         ),
         sweep_takes_needed=tuple(sorted(swept & needed)),
     )
+
+
+def _swept(store: ObjectStore) -> set[str]:
+    """Return the keys that a sweep would delete; where a start died after its claim, as after `ckptd sweep --claim`.
+
+    A process that was paused before its claim and woken after the job's end may claim, and find its ranks gone.
+    """
+    try:
+        plan = sweep(store, dry_run=True)
+    except SweepStoppedError:
+        settled = OverlayStore(store)
+        write_start(settled, created_at="1970-01-01T00:00:00Z", give_up=True)
+        plan = sweep(settled, dry_run=True)
+    return {info.key for info in plan.delete}
 
 
 def _stays(key: str, newest: RecordKey | None, kept: Collection[StepId]) -> bool:
