@@ -122,7 +122,7 @@ def test_a_root_whose_last_start_died_is_accounted_for_as_if_that_were_settled()
 
 def test_a_root_that_cannot_be_swept_says_why() -> None:
     """The reason is the sweep's own."""
-    store, root = built()
+    store, _ = built()
     store.delete(next(info.key for info in store.list("index/")))
     assert "gone" in facts_of(store).sweep_error
 
