@@ -78,11 +78,13 @@ def test_s023_ranks_that_come_at_different_times_never_make_a_mixed_step(agents:
     for step in range(1, 51):
         assert job.each(partial(late, step=step)) == [True] * 4
     job.wait(50)
+    reader = Job(root, [agents.new()], 4, read_only=True)
     for step in range(1, 51):
-        for found, state, objects in job.restored(step):
+        for found, state, objects in reader.restored(step):
             assert found.step == step
             assert {one[0] for one in state} == {step}
             assert objects == {"step": b"%d" % step}
+    reader.die()
 
     def dies(rank: RawRank) -> object:
         if rank.about.rank == 2:

@@ -23,6 +23,8 @@ from ckptd.protos.coordinator_pb2 import CoordinatorMessage
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.snapshot_pb2 import Committed, Quarantined, StepRef
 
+_SHOWN = 5
+
 
 def restore_is_due(state: State) -> bool:
     """Say whether the pending restores can be answered."""
@@ -226,7 +228,7 @@ def _candidates(state: State, call: RestoreCall) -> tuple[list[StepRef], Error |
         if newer and not call.rollback:
             return [], make_error(
                 error_pb2.REASON_INVALID_ARGUMENT,
-                f"step {call.step} is older than listed steps {sorted(newer)}; going on from it would drop them",
+                f"step {call.step} is older than listed steps {_few(newer)}; going on from it would drop them",
                 hint="pass rollback=True to drop them, or read_only=True to look only",
                 step=call.step,
                 phase="restore",
@@ -238,13 +240,19 @@ def _candidates(state: State, call: RestoreCall) -> tuple[list[StepRef], Error |
     if newer:
         return [], make_error(
             error_pb2.REASON_INVALID_ARGUMENT,
-            f"step {call.step} is older than steps {sorted(newer)}, and this run goes on already: it cannot drop them",
+            f"step {call.step} is older than steps {_few(newer)}, and this run goes on already: it cannot drop them",
             hint="only the first restore of a run goes back: start the job again (or make a new Checkpointer on every rank) "
             "and pass rollback=True there, or read_only=True to look only",
             step=call.step,
             phase="restore",
         )
     return found[:1], None
+
+
+def _few(steps: Iterable[int]) -> str:
+    """Return steps as an error shows them: thousands may be newer."""
+    shown = sorted(steps)
+    return str(shown) if len(shown) <= _SHOWN else f"{shown[:_SHOWN]} and {len(shown) - _SHOWN} more"
 
 
 def _decision(state: State, ref: StepRef) -> Procedure:
