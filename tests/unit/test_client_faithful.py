@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixtures.client_agent import Make, fake_agent, make
+from fixtures.fake_mesh import fake_mesh
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import InvalidRequest, PerRank
 from ckptd.client.nested import Live, ask_fresh
@@ -205,10 +205,8 @@ def test_a_tensor_twice_in_extra_state_is_one_again(make: Make) -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    # torch keeps what it derived for an equal mesh, of other tests with this process as rank 1, too.
-    yield DeviceMesh("cpu", [0, 1], mesh_dim_names=("seen_by_0",))
-    dist.destroy_process_group()
+    with fake_mesh(0, 2) as made:
+        yield made
 
 
 class Held:

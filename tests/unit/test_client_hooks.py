@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fixtures.client_agent import Make, fake_agent, make
+from fixtures.fake_mesh import fake_mesh
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client.reshard_hooks import StoredPiece
 from ckptd.client.sharding import PerRank, Sharded
@@ -195,11 +194,8 @@ def test_a_hook_reads_what_an_optimizer_keeps(make: Make) -> None:
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of one."""
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        yield DeviceMesh("cpu", [0])
-    finally:
-        dist.destroy_process_group()
+    with fake_mesh(0, 1) as made:
+        yield made
 
 
 @pytest.mark.parametrize("is_stateful", [False, True])

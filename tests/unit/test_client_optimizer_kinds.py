@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixtures.client_agent import Make, fake_agent, make
+from fixtures.fake_mesh import fake_mesh
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import lr_scheduler
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import InvalidRequest, Sharded
 
@@ -289,11 +289,8 @@ def test_a_rate_that_is_a_tensor_keeps_every_bit(make: Make, kind: str) -> None:
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of two, of which this is the second."""
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        yield DeviceMesh("cpu", [0, 1])
-    finally:
-        dist.destroy_process_group()
+    with fake_mesh(1, 2) as made:
+        yield made
 
 
 def shard(mesh: DeviceMesh, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> DTensor:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fixtures.client_agent import Make, fake_agent, make
+from fixtures.fake_mesh import fake_mesh
 from torch import nn, optim
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import InvalidRequest, optimizer_merge
 from ckptd.client.mapping import RenamedStored, Renaming
@@ -176,22 +176,15 @@ def test_step_counters_are_never_cast(make: Make, kind: Any, sizes: tuple[tuple[
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of one."""
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    try:
-        yield DeviceMesh("cpu", [0])
-    finally:
-        dist.destroy_process_group()
+    with fake_mesh(0, 1) as made:
+        yield made
 
 
 @pytest.fixture
 def pair() -> Iterator[DeviceMesh]:
     """A mesh of two, of which this is the first."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        # torch keeps what it derived for an equal mesh, of other tests with this process as rank 1, too.
-        yield DeviceMesh("cpu", [0, 1], mesh_dim_names=("seen_by_0",))
-    finally:
-        dist.destroy_process_group()
+    with fake_mesh(0, 2) as made:
+        yield made
 
 
 def sharded(mesh: DeviceMesh, whole: torch.Tensor, placement: Placement | None = None) -> DTensor:
@@ -357,9 +350,7 @@ def test_sharded_state_of_another_shape_comes_back_sharded(make: Make, pair: Dev
 
 def test_a_rank_without_elements_refuses_what_the_others_would_hold_whole(make: Make) -> None:
     """One row of many, sharded: the first rank would take all of it for a replica, so the second does not go along."""
-    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
-    try:
-        both = DeviceMesh("cpu", [0, 1])
+    with fake_mesh(1, 2) as both:
 
         def made() -> Any:
             return beside(both, sharded(both, torch.ones(4, 2)))
@@ -373,8 +364,6 @@ def test_a_rank_without_elements_refuses_what_the_others_would_hold_whole(make: 
         with pytest.raises(InvalidRequest, match="nothing here says how to hold it") as caught:
             opened(make, made()[2], process_group=dist.new_group([1])).restore()
         assert "optimizer/state/0/row" in str(caught.value)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_names_here_go_with_where_each_step_counter_lies() -> None:

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 from fixtures.client_agent import Make, fake_agent, make
 from fixtures.fake_agent import FakeAgent
+from fixtures.fake_mesh import fake_mesh
 from fixtures.script_job import Job
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import PerRank, Sharded
 
@@ -312,10 +311,7 @@ def test_tensors_that_become_untied_are_stored_apart(make: Make, fake_agent: Fak
 
 def test_state_of_shards_without_elements_is_made_again(make: Make) -> None:
     """A rank that holds nothing of a parameter has no row for its moments, but the optimizer needs them to step."""
-    store = FakeStore()
-    dist.init_process_group("fake", rank=1, world_size=2, store=store)
-    try:
-        mesh = DeviceMesh("cpu", [0, 1])
+    with fake_mesh(1, 2) as mesh:
 
         def made() -> tuple[nn.Parameter, torch.optim.Optimizer]:
             local, shape = torch.empty(0, 2), torch.Size([1, 2])
@@ -341,5 +337,3 @@ def test_state_of_shards_without_elements_is_made_again(make: Make) -> None:
         assert isinstance(state["held"][0], DTensor)
         other.grad = torch.zeros_like(other)
         fresh.step()
-    finally:
-        dist.destroy_process_group()

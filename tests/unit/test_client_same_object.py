@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fixtures.client_agent import Make, fake_agent, make
+from fixtures.fake_mesh import fake_mesh
 from fixtures.tracked_things import Counter, named
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ckptd.client import InvalidRequest
 from ckptd.client.stored import Stored
@@ -79,10 +77,7 @@ def test_ties_of_pieces_are_stored_where_there_are_elements() -> None:
     """Two rows on four ranks: whoever holds none stores neither of two tied names, and restores all the same."""
     sections: dict[int, RankSection] = {}
     for rank in range(4):
-        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-        try:
-            # torch takes meshes that are equal for one, with the place of the first process.
-            mesh = DeviceMesh("cpu", torch.arange(4), mesh_dim_names=(f"seen_by_{rank}",))
+        with fake_mesh(rank, 4) as mesh:
             local = torch.ones(1 if rank < 2 else 0, 3)
             scale = nn.Parameter(
                 DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size([2, 3]), stride=(3, 1))
@@ -94,8 +89,6 @@ def test_ties_of_pieces_are_stored_where_there_are_elements() -> None:
             restoring = tracking.restoring(Stored(layout.rows, ["rng"], aliases), None)
             assert restoring.targets.check(strict=True, step=1) == ((), ())
             assert len(restoring.targets.wanted) == len(layout.rows) == (rank < 2)
-        finally:
-            dist.destroy_process_group()
         writer = [rank] * len(layout.rows)
         sections[rank] = RankSection(
             rank=rank, coordinate=[rank], shards=layout.table, aliases=layout.aliases, writer=writer
