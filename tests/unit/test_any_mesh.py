@@ -29,8 +29,9 @@ from ckptd.client.selecting import ChosenTargets, choice
 from ckptd.client.sharding import Pieces
 from ckptd.client.stored import Elsewhere, Stored
 from ckptd.client.stored_boxes import StoredBoxes
-from ckptd.client.targets import ObjectKey, Targets, Wanted
+from ckptd.client.targets import Targets
 from ckptd.client.values import encode
+from ckptd.client.wanted import ObjectKey, Wanted
 from ckptd.client.wish_terms import terms_of, unused_by_all
 from ckptd.daemon.any_mesh import Wanted as WantedByRank
 from ckptd.daemon.any_mesh import boxes as boxes_told

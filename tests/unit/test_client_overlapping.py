@@ -250,7 +250,7 @@ def own_targets(apart: dict[str, int], live: dict[str, torch.Tensor], *, cast: b
 def restored_own(live: dict[str, torch.Tensor], *, cast: bool = False, tied: torch.Tensor | None = None) -> Targets:
     """Restore as `restoring` does: [1, 1, 1, 1] and [2, 2, 2, 2] for the ranks' own, [5, 6] for the global one."""
     targets = own_targets(own_targets({}, live, cast=cast).sharing(), live, cast=cast)
-    assert targets.mismatched == {}
+    assert targets.misfits.different == {}
     if tied is not None:
         targets.tie("m/tied", "m/own", tied)
     values = {"m/own": torch.ones(4), "m/whole": torch.tensor([5.0, 6.0])}

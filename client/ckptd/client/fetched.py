@@ -16,7 +16,7 @@ from ckptd.protos import shard_table
 from ckptd.protos.agent_pb2 import FetchedPart, WantPart, WantTerms
 
 from .errors import CkptdError
-from .targets import ObjectKey, Wanted
+from .wanted import ObjectKey, Wanted
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)

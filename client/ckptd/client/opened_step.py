@@ -25,7 +25,7 @@ from .selecting import Choice
 from .sharding import dtype_of
 from .step_session import PHASE, StepSession
 from .stored_boxes import StoredBox
-from .targets import ObjectKey, Wanted
+from .wanted import ObjectKey, Wanted
 from .windows import Slab, windows
 
 

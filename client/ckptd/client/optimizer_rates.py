@@ -53,7 +53,7 @@ def prepare(prefix: str, groups: Sequence[Mapping[str, Any]], stored: Stored, ta
             targets.fill(name, made, scope=SCOPE_PER_RANK, how=How.MADE)
         elif targets.fresh(name) is not None and rows[0].length != rows[0].global_shape:
             # Said to be a rank's own, it would come back as if its piece were all there is.
-            targets.mismatched[name] = "stored as a piece of a tensor; nothing here says how to hold it"
+            targets.misfits.different[name] = "stored as a piece of a tensor; nothing here says how to hold it"
 
 
 def keep(optimizers: Mapping[str, Optimizer], restored: Iterable[str], targets: Targets) -> None:

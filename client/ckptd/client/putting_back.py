@@ -24,9 +24,10 @@ from .optimizer_state import Names
 from .reshard_hooks import ReshardHooks
 from .resharding import Absent, Gathered, decoded, undecided
 from .stored import Stored
-from .targets import ObjectKey, Targets
+from .targets import Targets
 from .things import Other, Things
 from .tree import component
+from .wanted import ObjectKey
 from .wrapped_optimizers import check_restored
 
 log = logging.getLogger("ckptd.client")
@@ -148,7 +149,7 @@ class Restoring:
         lacking: list[str] = []
         left: list[str] = []
         for module in self._modules:
-            if module.name in self.targets.missing:
+            if module.name in self.targets.misfits.missing:
                 continue
             lacking += module.extra_state.missing(self._values.get(module.name))
             left += self._left_extra(module)

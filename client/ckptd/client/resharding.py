@@ -20,8 +20,9 @@ from .alike import bits, tensor_text
 from .errors import InvalidRequest, SnapshotCorrupt
 from .reshard_hooks import ReshardHook, StoredPiece
 from .stored import Elsewhere
-from .targets import ObjectKey, Targets
+from .targets import Targets
 from .values import decode
+from .wanted import ObjectKey
 
 
 class Absent:

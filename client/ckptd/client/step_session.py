@@ -26,7 +26,7 @@ from .mesh import Topology
 from .private_agent import PrivateAgent
 from .restored_files import RestoredFiles, SharedFiles, StreamedFiles
 from .stored_boxes import StoredBoxes
-from .targets import ObjectKey, Wanted
+from .wanted import ObjectKey, Wanted
 
 _CALL_S = 30.0
 _ANSWER_SLACK_S = 20.0

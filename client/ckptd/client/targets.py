@@ -7,10 +7,9 @@ the box, dtype and shape of the view it will be copied into.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, empty
@@ -19,44 +18,18 @@ from ckptd.protos import error_pb2
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import SCOPE_GLOBAL, SCOPE_PER_RANK
 
-from .differences import misfit, other_beginning, tied
+from .differences import tied
 from .errors import InvalidRequest
+from .misfits import Misfits, describe
 from .overlapping import held
 from .patterns import matches
-from .placements import LocalBox, beside
+from .placements import beside
 from .reshard_hooks import ReshardHook, ReshardHooks
 from .sharding import Pieces, dtype_name, dtype_of, held_in, is_out_of_reach, pieces_of, refusal
 from .shown import How, Shown
 from .stand_ins import StandIns, put
 from .stored import Stored
-
-_SCOPES: dict[int, str] = {SCOPE_GLOBAL: "a piece of a global tensor", SCOPE_PER_RANK: "each rank's own"}
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Wanted:
-    """A row to fetch, under its stored name, and the view it goes into."""
-
-    row: ShardRow
-    view: torch.Tensor
-    rank: int | None = None
-    """Stored rank whose own it is, where a step of another mesh is read; the view is fresh memory then."""
-    is_apart: bool = False
-    """Whether the view is memory made for this restore: of a new tensor, or standing for a live one until
-    `Targets.settle`."""
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether filling the view touches nothing live: done first, as checks and the user's hooks depend on it."""
-        return self.rank is not None or self.is_apart
-
-
-def _describe(dtype: str, shape: Iterable[int]) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
-
-
-ObjectKey: TypeAlias = tuple[str, int | None]
-"""Name of an object, and the stored rank it is of; None: the rank at this coordinate."""
+from .wanted import ObjectKey, Wanted, row_of
 
 
 class Targets:
@@ -92,10 +65,7 @@ class Targets:
         self.objects: list[ObjectKey] = []
         self.tensors: dict[str, object] = {}
         self.own_tensors: dict[tuple[int, str], torch.Tensor] = {}
-        self.missing: list[str] = []
-        self.mismatched: dict[str, str] = {}
-        self._dtypes_differ = False
-        self._tied_otherwise: tuple[str, str] | None = None
+        self.misfits = Misfits(stored)
         self._stand_ins = StandIns(apart or {})
         self.shown = Shown()
         self._claimed: set[str] = set()
@@ -118,7 +88,7 @@ class Targets:
             if name in self.stored.own_rows:
                 self.reshard(name, leaf)
             elif pieces.boxes:
-                self.missing.append(name)
+                self.misfits.missing.append(name)
             else:
                 self.tensors[name] = leaf  # no elements here, so no row, and nothing to fill
             return
@@ -167,35 +137,19 @@ class Targets:
         return self._difference(name, pieces, self.scope_of(name, leaf, scope)) is None
 
     def _difference(self, source: str, pieces: Pieces, scope: int) -> str | None:
-        rows = self.stored.rows[source]
-        first = rows[0]
-        here = _describe(dtype_name(pieces.dtype), pieces.global_shape)
-        there = _describe(first.dtype, first.global_shape)
-        if here != there:
-            are_floating = first.dtype.startswith(("float", "bfloat")) and pieces.dtype.is_floating_point
-            self._dtypes_differ |= are_floating and first.global_shape == pieces.global_shape
-            return f"stored {there}, here {here}"
-        if first.scope != scope:
-            return f"stored as {_SCOPES[first.scope]}, here {_SCOPES[scope]}"
-        if self.stored.other_mesh:
-            return None  # whatever boxes are held here, the elements are there
-        stored_boxes = {row.box for row in rows}
-        held = {(box.offset, box.length) for box in pieces.boxes}
-        if stored_boxes != held:
-            return f"stored as the boxes {sorted(stored_boxes)[:2]}, here {sorted(held)[:2]} of {here}"
-        return None
+        return self.misfits.difference(source, pieces, scope)
 
     def _fits(self, name: str, source: str, pieces: Pieces, scope: int) -> bool:
         difference = self._difference(source, pieces, scope)
         if difference is not None:
-            self.mismatched[name] = difference
+            self.misfits.different[name] = difference
         return difference is None
 
     def _want(self, source: str, pieces: Pieces, *, is_apart: bool = False) -> None:
         rows = {row.box: row for row in self.stored.rows[source]}
         first = self.stored.rows[source][0]
         for box, view in zip(pieces.boxes, pieces.views(), strict=True):
-            row = rows.get((box.offset, box.length)) or _row_of(first, box, pieces.dtype)
+            row = rows.get((box.offset, box.length)) or row_of(first, box, pieces.dtype)
             self.wanted.append(Wanted(row=row, view=view, is_apart=is_apart))
 
     def drop(self, name: str) -> None:
@@ -234,7 +188,7 @@ class Targets:
         self._claimed.add(name)
         hook = self._hooks.of_tensor(name)
         if hook is None:
-            self.mismatched[name] = (
+            self.misfits.different[name] = (
                 f"stored as each rank's own by {len(self.stored.own_rows[name])} ranks of another mesh, and no hook says what "
                 "belongs here"
             )
@@ -257,8 +211,8 @@ class Targets:
             here is None or (made.shape == here.shape and self._converts(made.dtype, here.dtype))
         )
         if made is None or not fits:
-            gave = type(value).__qualname__ if made is None else _describe(dtype_name(made.dtype), made.shape)
-            wanted = "a tensor" if here is None else _describe(dtype_name(here.dtype), here.shape)
+            gave = type(value).__qualname__ if made is None else describe(dtype_name(made.dtype), made.shape)
+            wanted = "a tensor" if here is None else describe(dtype_name(here.dtype), here.shape)
             raise InvalidRequest(
                 f"{name}: the hook of on_reshard gave {gave}, here is {wanted}",
                 reason=error_pb2.REASON_LAYOUT_MISMATCH,
@@ -324,11 +278,11 @@ class Targets:
         self._stand_ins.tie(owner, leaf)
         source, its = self.stored.source(name), self.stored.source(owner)
         if source is None:
-            self.missing.append(name)
+            self.misfits.missing.append(name)
         elif source != its:
             how = "apart" if source == name else f"tied to {source}"
-            self.mismatched[name] = f"stored {how}, here tied to {owner}{'' if its else ', which is not stored'}"
-            self._tied_otherwise = self._tied_otherwise or (name, owner)
+            self.misfits.different[name] = f"stored {how}, here tied to {owner}{'' if its else ', which is not stored'}"
+            self.misfits.note_tied(name, owner)
 
     def fresh(
         self,
@@ -373,8 +327,8 @@ class Targets:
                 self.wanted.append(Wanted(row=first, view=made, is_apart=True))
                 self.tensors[name] = made
                 return made
-        self.mismatched[name] = (
-            f"stored as a piece of {_describe(first.dtype, first.global_shape)}; nothing here says how to hold it"
+        self.misfits.different[name] = (
+            f"stored as a piece of {describe(first.dtype, first.global_shape)}; nothing here says how to hold it"
         )
         return None
 
@@ -388,7 +342,7 @@ class Targets:
         elif name in self.stored.objects:
             self.objects.append((name, None))
         else:
-            self.missing.append(name)
+            self.misfits.missing.append(name)
 
     def unexpected(self) -> list[str]:
         """Return what is stored and was not asked for, sorted."""
@@ -444,23 +398,6 @@ class Targets:
             put(live, made)
         self._resharded.clear()
 
-    def _way_out(self) -> str:
-        if not self.mismatched:
-            return "strict=False takes what fits"
-        own = next((name for name in self.mismatched if name in self.stored.own_rows), None)
-        if own is not None:
-            return (
-                f'on_reshard("{own}", hook) makes it of all ranks\' values, a pattern stands for several; drop= leaves tracked '
-                "things, or tensors of modules, as they are here"
-            )
-        if self._tied_otherwise is not None:
-            name, owner = self._tied_otherwise
-            return (
-                f"tie tensors as the run that saved did, or untie {name} before the restore; drop=({name!r}, {owner!r}) "
-                "leaves both as they are here"
-            )
-        return "cast=True converts between floating dtypes" if self._dtypes_differ else ""
-
     def check(self, *, strict: bool, step: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the missing and the unexpected names.
 
@@ -468,25 +405,12 @@ class Targets:
             InvalidRequest: shapes, dtypes or boxes differ, or (strict) names are missing or unexpected. One error
             with all counts.
         """
-        missing = tuple(self.missing)
         # Of another mesh a rank may hold other names than before; see `unused`.
         unexpected = () if self.stored.other_mesh else tuple(self.unexpected())
-        if not self.mismatched and not (strict and (missing or unexpected)):
-            return missing, unexpected
-        raise misfit(
-            missing,
-            unexpected,
-            self.mismatched,
-            hint=other_beginning(missing, unexpected) or self._way_out(),
-            step=step,
-        )
+        return self.misfits.check(unexpected, strict=strict, step=step)
 
 
 def _is_whole_piece(rows: Sequence[ShardRow]) -> bool:
     """Say whether a global tensor that is no scalar is held whole here."""
     first = rows[0]
     return len(rows) == 1 and first.scope == SCOPE_GLOBAL and () != first.length == first.global_shape
-
-
-def _row_of(first: ShardRow, box: LocalBox, dtype: torch.dtype) -> ShardRow:
-    return replace(first, offset=box.offset, length=box.length, nbytes=math.prod(box.length) * dtype.itemsize)
