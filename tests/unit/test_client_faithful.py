@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from fixtures.client_agent import Make, fake_agent, make
 from fixtures.fake_mesh import fake_mesh
+from fixtures.tracked_things import Stateful
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
@@ -209,19 +210,6 @@ def mesh() -> Iterator[DeviceMesh]:
         yield made
 
 
-class Held:
-    """A stateful thing that holds what it is given."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 @pytest.mark.parametrize("how", ["PerRank", "pattern", "nested PerRank", "extra state"])
 def test_a_piece_that_is_the_ranks_own_comes_back_as_a_piece(make: Make, mesh: DeviceMesh, how: str) -> None:
     """What is stored does not say so: what stands here does."""
@@ -231,7 +219,7 @@ def test_a_piece_that_is_the_ranks_own_comes_back_as_a_piece(make: Make, mesh: D
     def thing(value: float) -> tuple[Any, Any]:
         piece = DTensor.from_local(torch.full((2, 2), value), mesh, [Shard(0)], run_check=False)
         state = {"x": PerRank({"w": piece})} if how == "nested PerRank" else {"x": {"w": piece}}
-        made = Holder(state) if how == "extra state" else Held(state)
+        made = Holder(state) if how == "extra state" else Stateful(state)
         return made, PerRank(made) if how == "PerRank" else made
 
     checkpointer = make(process_group=group, per_rank=per_rank)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures.tracked_things import Stateful
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -166,23 +167,10 @@ def test_one_optimizer_over_two_modules_keeps_equal_names_apart() -> None:
     ]
 
 
-class Loader:
-    """A stateful thing with tensors in its state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
 def test_nested_state_becomes_shards_and_one_object() -> None:
     """S084: plain tensors in it are each rank's own; Sharded ones are pieces of a global tensor."""
     state = {"at": 5, "buf": [torch.ones(2), PerRank(torch.zeros(1))], "part": Sharded(torch.ones(2), (4,), (2,))}
-    found = collected(loader=Loader(state))
+    found = collected(loader=Stateful(state))
     assert names(found) == ["loader/buf/0", "loader/buf/1", "loader/part"]
     assert [row.scope for row in found.layout.rows] == [SCOPE_PER_RANK, SCOPE_PER_RANK, SCOPE_GLOBAL]
     assert value(found, "loader") == {
@@ -298,7 +286,7 @@ def test_a_state_dict_hook_that_makes_its_own_tensors_is_refused() -> None:
 def test_a_tracked_things_own_exception_names_it() -> None:
     """S033: the cause is kept."""
 
-    class Broken(Loader):
+    class Broken(Stateful):
         def state_dict(self) -> Any:
             raise ValueError("boom")
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from fixtures.at_rest import small_state
 from fixtures.coordinated import Play
+from fixtures.held_jobs import held_job
 from fixtures.raw_rank import options, run_credentials
 
 from ckptd.daemon.errors import DaemonError
-from ckptd.daemon.held import HeldJob
 from ckptd.daemon.run_link import RunLink
 from ckptd.daemon.session import Session
 from ckptd.daemon.slot_header import SlotState
@@ -38,23 +38,12 @@ class Node:
     """Two ranks of a run on a node with real slots; nobody plays the coordinator but the test."""
 
     def __init__(self, folder: Path, threads: ThreadPoolExecutor, *, slots: int) -> None:
-        store, log = MemoryStore("memory://going"), EventLog(None)
-        self.held = HeldJob(
-            root="memory://going",
-            job="job",
-            node="node",
-            store=store,
-            shm_dir=folder,
-            restore_window_bytes=0,
-            threads=threads,
-            log=log,
-            uploader=Uploader(store, events=log),
-            on_change=lambda _: None,
-        )
+        store, log = MemoryStore("memory://held"), EventLog(None)
+        self.held = held_job(folder, threads, store=store, log=log, uploader=Uploader(store, events=log))
         about = [
             AttachRequest(
                 job="job",
-                root="memory://going",
+                root="memory://held",
                 run_id="run",
                 rank=rank,
                 world=2,

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 from fixtures.at_rest import small_state
 from fixtures.coordinated import Play
+from fixtures.held_jobs import held_job
 
 from ckptd.daemon.agent import Agent as NodeAgent
 from ckptd.daemon.config import AgentConfig
-from ckptd.daemon.held import HeldJob
 from ckptd.daemon.slot_header import SlotState
 from ckptd.daemon.snapshots import Snapshot
 from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import shard_table
 from ckptd.protos.snapshot_pb2 import AliasTable, HeldPlan, HeldSnapshot
-from ckptd.storage_backends.memory import MemoryStore
 
 TIMELINE = "00000001-aaaaaaaaaaaa"
 PLAN = b"p" * 32
@@ -46,18 +45,7 @@ class Agent:
 
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
         self.log = EventLog(folder.parent / "events")
-        self.held = HeldJob(
-            root="memory://held",
-            job="job",
-            node="node",
-            store=MemoryStore("memory://held"),
-            shm_dir=folder,
-            restore_window_bytes=0,
-            threads=threads,
-            log=self.log,
-            uploader=None,  # type: ignore[arg-type] # nothing is uploaded
-            on_change=lambda _: None,
-        )
+        self.held = held_job(folder, threads, log=self.log)
         self.held.uploads.add = lambda _: None  # type: ignore[method-assign, assignment]
 
     async def stage(self, step: int, how: HeldPlan) -> Snapshot:

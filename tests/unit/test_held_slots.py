@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 from fixtures.at_rest import small_state
 from fixtures.coordinated import Play
+from fixtures.held_jobs import held_job
 
 from ckptd.daemon import held as held_module
 from ckptd.daemon.errors import DaemonError
-from ckptd.daemon.held import HeldJob
 from ckptd.daemon.snapshots import Snapshot, Stage
-from ckptd.daemon.telemetry import EventLog
 from ckptd.protos import error_pb2, shard_table
 from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot, IndexRef
-from ckptd.storage_backends.memory import MemoryStore
 
 TIMELINE = "00000001-aaaaaaaaaaaa"
 
@@ -49,17 +47,8 @@ class Node:
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
         self.uploader = Uploader()
         self.told: list[Stage] = []
-        self.held = HeldJob(
-            root="memory://held",
-            job="job",
-            node="node",
-            store=MemoryStore("memory://held"),
-            shm_dir=folder,
-            restore_window_bytes=0,
-            threads=threads,
-            log=EventLog(None),
-            uploader=self.uploader,  # type: ignore[arg-type]
-            on_change=lambda snapshot: self.told.append(snapshot.stage),
+        self.held = held_job(
+            folder, threads, uploader=self.uploader, on_change=lambda snapshot: self.told.append(snapshot.stage)
         )
 
     async def begin(self, step: int) -> Snapshot:

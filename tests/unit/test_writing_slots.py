@@ -11,9 +11,9 @@ from typing import Any, NoReturn
 
 import grpc
 import pytest
+from fixtures.held_jobs import held_job
 
 from ckptd.daemon.agent_service import AgentService
-from ckptd.daemon.held import HeldJob
 from ckptd.daemon.rpc import ERROR_METADATA
 from ckptd.daemon.saves import NodeSave
 from ckptd.daemon.slots import DATA_OFFSET
@@ -24,7 +24,6 @@ from ckptd.protos.agent_pb2 import SlotBytes, SlotBytesReply
 from ckptd.protos.error_pb2 import Error
 from ckptd.protos.shard_table import ShardRow
 from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
-from ckptd.storage_backends.memory import MemoryStore
 
 NBYTES = 512
 
@@ -50,18 +49,7 @@ class Node:
     """A node with one rank, one slot and the service that the rank calls."""
 
     def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
-        self.held = HeldJob(
-            root="memory://writing",
-            job="job",
-            node="node",
-            store=MemoryStore("memory://writing"),
-            shm_dir=folder,
-            restore_window_bytes=0,
-            threads=threads,
-            log=EventLog(None),
-            uploader=None,  # type: ignore[arg-type]  # nothing is uploaded
-            on_change=lambda _: None,
-        )
+        self.held = held_job(folder, threads)
         link: Any = SimpleNamespace(about=SimpleNamespace(run_id="run"), held=self.held)
         link.saves = NodeSave(node="node", held=self.held, link=link, log=EventLog(None))
         agent: Any = SimpleNamespace(session=lambda _: (SimpleNamespace(rank=0), link))
