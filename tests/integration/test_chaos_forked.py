@@ -32,6 +32,10 @@ what = sys.argv[1]
 if what == "exit": sys.exit(7)
 if what == "raise": raise RuntimeError("boom")
 if what == "thread": threading.Thread(target=lambda: (time.sleep(0.2), print("thread", flush=True))).start()
+if what == "signals":
+    import signal
+    usual = {each.name: str(signal.getsignal(each)) for each in signal.Signals if each < signal.SIGRTMIN}
+    print({name: handler.split(" at ")[0] for name, handler in usual.items()}, flush=True)
 if what == "tree":
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     print("child", child.pid, flush=True)
@@ -71,6 +75,17 @@ def test_a_forked_process_is_the_one_its_command_says(
     assert printed in out.read_text() + err.read_text()
     assert "atexit" in out.read_text()
     assert made.kill() == code
+
+
+def test_a_forked_process_handles_signals_like_a_started_one(server: ForkServer, script: Path, tmp_path: Path) -> None:
+    """Above all SIGPIPE, which Python ignores: an agent whose rank dies while it is written to must not die of it."""
+    out = tmp_path / "out"
+    command = [sys.executable, str(script), "signals"]
+    assert server.spawn(command, environment=environment(), stdout=out).wait(SOON) == 0
+    started = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    found, usual = out.read_text().splitlines()[1], started.stdout.splitlines()[1]
+    assert found == usual
+    assert "'SIGPIPE': '1'" in usual
 
 
 def test_a_module_is_run_like_with_m(server: ForkServer, tmp_path: Path) -> None:

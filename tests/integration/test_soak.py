@@ -63,7 +63,7 @@ class Soak:
                 assert len(set(goes)) == 1, "a step is saved on all ranks, or skipped on all"
                 if goes[0] and self.random.random() < 0.4:
                     job.wait(step)
-        except (grpc.RpcError, EOFError, queue.Empty) as failure:
+        except (grpc.RpcError, EOFError, queue.Empty, FileNotFoundError) as failure:  # the last: a slot of a lost node
             print(f"round {number} stopped at step {step}: {repr(failure)[:200]}")  # noqa: T201 - shown where the seed fails
         hurt.join()
         for rank in job.ranks:

@@ -25,7 +25,14 @@ from ckptd.chaos.planted import sitecustomize
 
 TAG = "CKPTD_CHAOS_TAG"
 _PR_SET_NAME = 15
-_DEFAULTS = (signal.SIGPIPE, signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What an interpreter finds at its start, and what it makes of it. SIGPIPE: a broken connection is an error, never the end.
+_AT_START = {
+    signal.SIGCHLD: signal.SIG_DFL,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGPIPE: signal.SIG_IGN,
+}
 
 
 def process_name(tag: str) -> str:
@@ -75,13 +82,17 @@ def _finish(code: int) -> NoReturn:
         os._exit(code)
 
 
+def _handle_signals_as_at_start() -> None:
+    signal.set_wakeup_fd(-1)
+    for number, handler in _AT_START.items():
+        signal.signal(number, handler)
+
+
 def fork_command(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Fork a child that runs a command; return its pid."""
     pid = os.fork()
     if pid == 0:
-        signal.set_wakeup_fd(-1)
-        for number in _DEFAULTS:
-            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        _handle_signals_as_at_start()
         run_command(command, environment)
     return pid
 
@@ -97,9 +108,7 @@ def _keep(request: Mapping[str, Any], line: int, output: int, errors: int) -> No
         def start() -> int:
             pid = os.fork()
             if pid == 0:
-                signal.set_wakeup_fd(-1)
-                for number in _DEFAULTS:
-                    signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+                _handle_signals_as_at_start()
                 for descriptor in (line, output, errors):
                     os.close(descriptor)
                 run_command(request["command"], request["environment"])
