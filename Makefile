@@ -7,7 +7,7 @@ PROTO_VENV ?= .venv-protos
 PROTO_STAMP := $(PROTO_VENV)/.installed
 PROTO_SRC := $(wildcard protos/ckptd/protos/*.proto)
 
-.PHONY: help install demo test test-all unit chaos soak check format protos protos-check clean
+.PHONY: help install demo test test-all unit chaos soak check lint types format protos protos-check clean
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
@@ -45,11 +45,16 @@ chaos: $(STAMP) ## a fault at every boundary of the protocol, in every role, on 
 soak: $(STAMP) ## random schedules of several faults in one run, on both stores
 	$(BIN)/ckptd chaos soak $(or $(ARGS),--minutes 10 --store both)
 
-check: $(STAMP) protos-check ## ruff, mypy --strict, import-linter, protos up to date
+# In parts, so that `make -j2 check` does two at once.
+check: protos-check lint types ## ruff, mypy --strict, import-linter, protos up to date
+
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+types: $(STAMP)
+	$(BIN)/mypy
 
 format: $(STAMP) ## let ruff format and fix
 	$(BIN)/ruff format .

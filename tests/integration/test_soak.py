@@ -31,6 +31,8 @@ SEEDS = int(os.environ.get("CKPTD_SOAK_SEEDS", "1"))
 ROUNDS = 5
 NODES = 2
 PER_NODE = 2
+STOPPED = (grpc.RpcError, EOFError, queue.Empty, FileNotFoundError)
+"""How a run ends that was hurt; the last: the slot of a node that was lost."""
 
 
 def state_of(salt: bytes, step: int, rank: int) -> list[bytes]:
@@ -63,7 +65,7 @@ class Soak:
                 assert len(set(goes)) == 1, "a step is saved on all ranks, or skipped on all"
                 if goes[0] and self.random.random() < 0.4:
                     job.wait(step)
-        except (grpc.RpcError, EOFError, queue.Empty, FileNotFoundError) as failure:  # the last: a slot of a lost node
+        except STOPPED as failure:
             print(f"round {number} stopped at step {step}: {repr(failure)[:200]}")  # noqa: T201 - shown where the seed fails
         hurt.join()
         for rank in job.ranks:
@@ -75,7 +77,10 @@ class Soak:
 
     def save(self, rank: RawRank, salt: bytes, step: int) -> bool:
         """Save a step on one rank; False where it was skipped."""
-        reply = rank.save(step, state_of(salt, step, rank.about.rank), {"salt": salt})
+        try:
+            reply = rank.save(step, state_of(salt, step, rank.about.rank), {"salt": salt})
+        except ValueError as closed:  # what gRPC says of a channel that is closed
+            raise EOFError(f"rank {rank.about.rank} is dead") from closed
         return reply.go
 
     def note(self, rank: RawRank) -> None:

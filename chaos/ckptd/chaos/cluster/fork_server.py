@@ -17,7 +17,8 @@ import runpy
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import Any, NoReturn
 
 from ckptd.chaos.cluster import leash
@@ -26,7 +27,7 @@ from ckptd.chaos.planted import sitecustomize
 TAG = "CKPTD_CHAOS_TAG"
 _PR_SET_NAME = 15
 # What an interpreter finds at its start, and what it makes of it. SIGPIPE: a broken connection is an error, never the end.
-_AT_START = {
+_AT_START: Mapping[signal.Signals, Callable[[int, FrameType | None], Any] | signal.Handlers] = {
     signal.SIGCHLD: signal.SIG_DFL,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
