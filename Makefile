@@ -35,7 +35,7 @@ test-all: $(STAMP) ## the whole suite and the long tests that it leaves out: an 
 unit: $(STAMP) ## the fast half
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder tests/unit
 
-# About an hour on two cores, and some minutes for the real job at the end; what is broken off goes on where it stopped.
+# 40 minutes to an hour on two cores, the real job at the end among them; what is broken off goes on where it stopped.
 # ARGS='--store local --only "coordinator.*"' for a part.
 chaos: $(STAMP) ## a fault at every boundary of the protocol, in every role, on both stores
 	$(BIN)/ckptd chaos matrix $(ARGS)
