@@ -18,7 +18,7 @@ from ckptd.chaos.cluster.fork_server import TAG
 from ckptd.chaos.cluster.forked import ForkServer
 from ckptd.chaos.cluster.launcher import Torchrun
 from ckptd.chaos.cluster.leash import start_time
-from ckptd.chaos.cluster.process import ProcessError
+from ckptd.chaos.cluster.process import Leashed, ProcessError
 from ckptd.chaos.watch import wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
@@ -79,13 +79,14 @@ def test_a_forked_process_is_the_one_its_command_says(
 
 def test_a_forked_process_handles_signals_like_a_started_one(server: ForkServer, script: Path, tmp_path: Path) -> None:
     """Above all SIGPIPE, which Python ignores: an agent whose rank dies while it is written to must not die of it."""
-    out = tmp_path / "out"
+    forked, started = tmp_path / "forked", tmp_path / "started"
     command = [sys.executable, str(script), "signals"]
-    assert server.spawn(command, environment=environment(), stdout=out).wait(SOON) == 0
-    started = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    found, usual = out.read_text().splitlines()[1], started.stdout.splitlines()[1]
-    assert found == usual
-    assert "'SIGPIPE': '1'" in usual
+    assert server.spawn(command, environment=environment(), stdout=forked).wait(SOON) == 0
+    with Leashed(command, environment=environment(), stdout=started) as leashed:
+        assert leashed.wait(SOON) == 0
+    handlers = started.read_text().splitlines()[1]
+    assert forked.read_text().splitlines()[1] == handlers
+    assert "'SIGPIPE': '1'" in handlers
 
 
 def test_a_module_is_run_like_with_m(server: ForkServer, tmp_path: Path) -> None:
