@@ -141,6 +141,24 @@ def test_a_step_that_one_node_has_no_room_for_costs_the_others_no_slot(
     assert "every slot holds a step in flight" not in complaints(tmp_path)
 
 
+@pytest.mark.parametrize("strikes", ["before", "during"])
+def test_a_restore_without_room_in_shared_memory_ends_its_launch_and_no_run(
+    light_trials: LightTrials, tmp_path: Path, strikes: str
+) -> None:
+    """It is refused with needed and free bytes, whether the quota comes before the start or after it; the job goes on later."""
+    quota = 'do = "disk"\ndisk = "shm"\nfault = "quota"\ntarget = "node 0"\nfor_s = 3\n'
+    lost = 'do = "lose"\ntarget = "node 1"\nat = { event = "acknowledged", nth = 3 }'
+    faults = {
+        "before": [quota + 'at = { event = "acknowledged", nth = 3 }', lost.replace("nth = 3", "nth = 1")],
+        "during": [lost, quota + 'at = { event = "restore_chosen", restarting = true }'],
+    }[strikes]
+    scenario = replace(of(*faults), expect=Expectation(relaunches=(2, 40)))
+    report = light_trials.run(scenario, tmp_path, *LONG, relaunches=40)
+    assert problems(report) == {}
+    (refused, *_) = light_trials.of("restore_failed_local")
+    assert re.search(r"no space in \S+: \d+ bytes needed, \d+ free \(Disk quota exceeded\)", refused.fields["error"])
+
+
 @pytest.mark.s3
 def test_s064_a_store_that_refuses_a_wrong_clock_fails_steps_with_the_way_out(
     light_trials: LightTrials, tmp_path: Path

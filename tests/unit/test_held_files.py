@@ -313,6 +313,53 @@ def test_plans_that_no_step_was_begun_with_do_not_pile_up(agent: Callable[[], Ag
     asyncio.run(act())
 
 
+@pytest.mark.parametrize("cut_off", ["plan", "snapshot"])
+def test_a_file_that_an_agent_was_killed_while_writing_goes_with_the_run(
+    agent: Callable[[], Agent], folder: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str
+) -> None:
+    """Also where the next agent takes over another step of the job, whose own files stay until it ends."""
+
+    async def act() -> None:
+        first = agent()
+        await first.stage(5, plan())
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", _die if cut_off == "plan" else _die_at_snapshot)
+            with pytest.raises(Death):
+                await first.stage(6, plan(tied_to="another"))
+        first.killed()
+        assert len(cut_short(folder)) == 1
+        second = agent()
+        assert second.adopted() == {5: (["a"], [0])}
+        assert second.held.free_empty()[0] >= 1
+        assert cut_short(folder) == []
+        second.killed()
+        assert agent().adopted() == {5: (["a"], [0])}
+
+    asyncio.run(act())
+
+
+def cut_short(folder: Path) -> list[Path]:
+    """Return the files that were begun and never came to their names."""
+    return list(folder.glob("*.new"))
+
+
+class Death(BaseException):
+    """The process was killed here."""
+
+
+_replace = Path.replace
+
+
+def _die(*_: Any) -> None:
+    raise Death
+
+
+def _die_at_snapshot(path: Path, target: Path) -> Path:
+    if ".snapshot." in path.name:
+        raise Death
+    return _replace(path, target)
+
+
 def test_a_file_that_is_no_message_ends_no_agent(tmp_path: Path) -> None:
     """An agent that starts beside one says so, gives it up, and serves."""
     folders = {name: str(tmp_path / name) for name in ("run_dir", "data_dir", "shm_dir")}

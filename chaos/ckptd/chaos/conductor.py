@@ -124,6 +124,7 @@ class Conductor:
         self._agent_starts = 0
         self._launch_was_harmed = False
         self._launch_is_given_up = False
+        self._script_source = ""
         # When a launch with a hung rank printed its last step; None where no rank hangs.
         self._hung_since: float | None = None
         self._lifting = Lifting(self._say)
@@ -222,15 +223,16 @@ class Conductor:
         for node in self._cluster.nodes:
             self._watcher.follow_events(node.place.events, node.source)
         launch = self._cluster.launch(self._script, self._environment)
+        self._script_source = f"script {launch.number}"
         for node in launch.nodes:
-            script, clients = f"script {launch.number}", self._cluster.client_events(node, launch.number)
+            script, clients = self._script_source, self._cluster.client_events(node, launch.number)
             self._watcher.follow_output(launch.outputs[node.index], script)
             if self._hears_clients:
                 self._watcher.follow_clients(clients, f"client {node.index}", script, tells_steps=self._saves_are_steps)
             else:
                 self._watcher.follow_events(clients, f"client {node.index}")
         if launch.number > 1:
-            self._arm_at = (f"script {launch.number}", "step")
+            self._arm_at = (self._script_source, "step")
         self._launch_was_harmed, self._launch_is_given_up = self._lifting.blocks_start(), False
         self._hung_since = None
         self._say("launched", launch=launch.number)
@@ -261,6 +263,7 @@ class Conductor:
         self._harmed |= set(harm.pids)
         # Nobody dies of what the store does.
         self._launch_was_harmed |= bool(harm.pids) or harm.ends_launch or harm.may_end_launch
+        self._launch_was_harmed |= harm.blocks_start and not self._history.of("step", source=self._script_source)
         self._launch_is_given_up |= harm.is_silent
         if harm.is_hung:
             self._hung_since = time.monotonic()

@@ -105,7 +105,7 @@ class HeldFiles:
         self._plans = set(needed)
 
     def keep_only(self, snapshots: Iterable[Snapshot]) -> int:
-        """Delete every file of the job but for those of these steps, whoever wrote it; return how many."""
+        """Delete every file of the job but for those of these steps, also one that was cut off; return how many."""
         kept = set()
         for snapshot in snapshots:
             kept.add(self._snapshot_path(*snapshot.key))
@@ -113,7 +113,8 @@ class HeldFiles:
                 kept.add(self._plan_path(rank, plan.digest))
                 if not snapshot.about.plans:
                     kept.add(self._older_plan_path(rank, snapshot.about.plan_digest))
-        useless = [path for path in self._folder.glob(f"{self._job}.*.pb") if path not in kept]
+        found = [path for kind in ("pb", "new") for path in self._folder.glob(f"{self._job}.*.{kind}")]
+        useless = [path for path in found if path not in kept]
         for path in useless:
             path.unlink(missing_ok=True)
         return len(useless)

@@ -34,7 +34,8 @@ class Harm:
         undo: Takes the fault back; None where that is another fault's matter, or nobody's.
         what: The fault in words, where it can be taken back.
         undo_after_s: When that is to be done, seconds; None: when the job is done.
-        blocks_start: While it lasts, a launch that starts may die of it: its first record needs the store's disk.
+        blocks_start: While it lasts, a launch that starts may die of it: its first record needs the store's disk, and what it
+            restores a place in shared memory.
     """
 
     pids: tuple[int, ...]

@@ -137,7 +137,7 @@ def _harm_disk(fault: PlannedFault, disk: DiskFault, cluster: Cluster, coordinat
             undo=undone.pop_all().close,
             what=fault.target,
             undo_after_s=_seconds(fault),
-            blocks_start=disk.disk == "store",
+            blocks_start=disk.disk in ("store", "shm"),
         )
 
 
