@@ -314,10 +314,10 @@ def test_plans_that_no_step_was_begun_with_do_not_pile_up(agent: Callable[[], Ag
 
 
 @pytest.mark.parametrize("cut_off", ["plan", "snapshot"])
-def test_a_file_that_an_agent_was_killed_while_writing_goes_with_the_run(
+def test_a_file_that_an_agent_was_killed_while_writing_goes_with_the_next_one(
     agent: Callable[[], Agent], folder: Path, monkeypatch: pytest.MonkeyPatch, cut_off: str
 ) -> None:
-    """Also where the next agent takes over another step of the job, whose own files stay until it ends."""
+    """At once, also where that takes over another step of the job, and a run goes on with it."""
 
     async def act() -> None:
         first = agent()
@@ -330,9 +330,32 @@ def test_a_file_that_an_agent_was_killed_while_writing_goes_with_the_run(
         assert len(cut_short(folder)) == 1
         second = agent()
         assert second.adopted() == {5: (["a"], [0])}
-        assert second.held.free_empty()[0] >= 1
         assert cut_short(folder) == []
         second.killed()
+        assert agent().adopted() == {5: (["a"], [0])}
+
+    asyncio.run(act())
+
+
+def test_a_file_that_another_agent_sweeps_away_is_written_again(
+    agent: Callable[[], Agent], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that starts in the same folder at that very moment takes it for a dead agent's."""
+    swept: list[str] = []
+
+    def sweep_first(path: Path, target: Path) -> Path:
+        if not swept:
+            swept.append(path.name)
+            path.unlink()
+        return _replace(path, target)
+
+    async def act() -> None:
+        first = agent()
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", sweep_first)
+            await first.stage(5, plan())
+        assert len(swept) == 1
+        first.killed()
         assert agent().adopted() == {5: (["a"], [0])}
 
     asyncio.run(act())

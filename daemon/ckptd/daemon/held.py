@@ -286,6 +286,7 @@ class HeldJob:
 
     def adopt(self) -> list[Snapshot]:
         """Take over what an agent before left staged, and go on uploading it."""
+        self._files.free_cut_off()
         found: dict[tuple[str, int], dict[int, SlotFile]] = {}
         for slot in self.pool.adopt():
             found.setdefault((slot.header.timeline, slot.header.step), {})[slot.rank] = slot

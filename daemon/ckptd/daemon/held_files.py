@@ -23,6 +23,9 @@ from ckptd.daemon.snapshots import Snapshot
 from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
 
 M = TypeVar("M", HeldPlan, HeldSnapshot)
+_FRESH = ".new"
+_TRIES = 3
+"""To write a file that is swept away under our hands: each agent that starts in the folder does so once."""
 
 
 class HeldFiles:
@@ -105,7 +108,7 @@ class HeldFiles:
         self._plans = set(needed)
 
     def keep_only(self, snapshots: Iterable[Snapshot]) -> int:
-        """Delete every file of the job but for those of these steps, also one that was cut off; return how many."""
+        """Delete every file of the job but for those of these steps, whoever wrote it; return how many."""
         kept = set()
         for snapshot in snapshots:
             kept.add(self._snapshot_path(*snapshot.key))
@@ -113,11 +116,18 @@ class HeldFiles:
                 kept.add(self._plan_path(rank, plan.digest))
                 if not snapshot.about.plans:
                     kept.add(self._older_plan_path(rank, snapshot.about.plan_digest))
-        found = [path for kind in ("pb", "new") for path in self._folder.glob(f"{self._job}.*.{kind}")]
-        useless = [path for path in found if path not in kept]
+        useless = [path for path in self._folder.glob(f"{self._job}.*.pb") if path not in kept]
         for path in useless:
             path.unlink(missing_ok=True)
         return len(useless)
+
+    def free_cut_off(self) -> None:
+        """Delete what an agent was killed while writing; for before this one writes anything.
+
+        Another agent that lives in this folder may lose what it writes just now: it writes it again (`_write`).
+        """
+        for path in self._folder.glob(f"{self._job}.*{_FRESH}"):
+            path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------ single files
 
@@ -173,7 +183,18 @@ def _parsed(kind: type[M], data: bytes, path: Path) -> M:
 
 def _write(path: Path, data: bytes) -> None:
     """Write a small file whole: a reader sees the old one or the new one."""
-    fresh = path.with_suffix(".new")
+    for left in reversed(range(_TRIES)):
+        try:
+            _write_once(path, data)
+        except FileNotFoundError:
+            if not left:
+                raise
+        else:
+            return
+
+
+def _write_once(path: Path, data: bytes) -> None:
+    fresh = path.with_suffix(_FRESH)
     try:
         fresh.touch(mode=0o600)
         fresh.write_bytes(data)
