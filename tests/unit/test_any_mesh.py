@@ -58,6 +58,9 @@ def row(name: str, shape: tuple[int, ...], box: LocalBox | None = None, scope: i
 Mesh: TypeAlias = tuple[tuple[int, ...], tuple[Placement, ...], list[Pieces]]
 """Sizes, placements, and what every rank holds."""
 EXAMPLES = 150
+FEATURES = 7
+"""Of `features`, and the pairs themselves."""
+MOST_SEEDS = 20
 
 
 @st.composite
@@ -120,7 +123,6 @@ def test_any_mesh_is_read_out_of_any_other() -> None:
     number = int(os.environ.get("CKPTD_TEST_SEED") or secrets.randbelow(1 << 32))
     tried: Counter[str] = Counter()
 
-    @seed(number)
     @settings(max_examples=EXAMPLES, deadline=None, database=None)
     @given(data=st.data(), shape=st.lists(st.integers(1, 7), max_size=3).map(tuple))
     def read(data: st.DataObject, shape: tuple[int, ...]) -> None:
@@ -129,13 +131,19 @@ def test_any_mesh_is_read_out_of_any_other() -> None:
         tried.update(["pairs", *features(pair[0]), *features(pair[1])])
         check(whole, *(held for _, _, held in pair))
 
+    def is_enough() -> bool:
+        return len(tried) == FEATURES and min(tried.values()) >= EXAMPLES // 60
+
     try:
-        read()
+        # What is rare may be missing from one seed's examples: then the next ones are tried too.
+        for more in range(MOST_SEEDS):
+            seed(number + more)(read)()
+            if is_enough():
+                break
     finally:
         print(f"CKPTD_TEST_SEED={number}: {dict(tried)}")  # noqa: T201 - the replay line
     assert tried["pairs"] >= EXAMPLES
-    assert len(tried) == 7
-    assert min(tried.values()) >= EXAMPLES // 60, tried
+    assert is_enough(), tried
 
 
 def check(whole: torch.Tensor, stored_on: list[Pieces], wanted_on: list[Pieces]) -> None:
