@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import blake3
+import tenacity
 from google.protobuf.message import DecodeError
 
 from ckptd.daemon.errors import DaemonError, FormatError
@@ -24,8 +25,7 @@ from ckptd.protos.snapshot_pb2 import HeldPlan, HeldSnapshot
 
 M = TypeVar("M", HeldPlan, HeldSnapshot)
 _FRESH = ".new"
-_TRIES = 3
-"""To write a file that is swept away under our hands: each agent that starts in the folder does so once."""
+"""Ends the name of a file that is being written."""
 
 
 class HeldFiles:
@@ -181,19 +181,12 @@ def _parsed(kind: type[M], data: bytes, path: Path) -> M:
         raise FormatError.of(f"{path} cannot be read: {error}", object=str(path)) from error
 
 
+# Each agent that starts in this folder may sweep what we write just now, once.
+@tenacity.retry(
+    retry=tenacity.retry_if_exception_type(FileNotFoundError), stop=tenacity.stop_after_attempt(3), reraise=True
+)
 def _write(path: Path, data: bytes) -> None:
     """Write a small file whole: a reader sees the old one or the new one."""
-    for left in reversed(range(_TRIES)):
-        try:
-            _write_once(path, data)
-        except FileNotFoundError:
-            if not left:
-                raise
-        else:
-            return
-
-
-def _write_once(path: Path, data: bytes) -> None:
     fresh = path.with_suffix(_FRESH)
     try:
         fresh.touch(mode=0o600)
